@@ -1,0 +1,403 @@
+"""A Llama-style GPT, and everything about it that is arithmetic.
+
+RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases. The attention core and the MLP core are plain
+functions of their weights that read head counts from the weight shapes, so a tensor-parallel rank runs the very same
+code on its slices. Here too: initial weights by name, dropout by name, and the parameter, FLOP and activation counts
+that the training scripts print beside what they measure.
+
+    python model.py             # the named sizes: parameters, FLOPs per token, bytes of training state
+
+Papers: Llama 2 (arXiv 2307.09288), RoPE (2104.09864), SwiGLU (2002.05202), GQA (2305.13245), RMSNorm (1910.07467).
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from launch import UserError
+
+IGNORE = -1  # a target with this id does not count in the loss
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    n_ff: int  # width inside SwiGLU
+    vocab_size: int  # 0: the data's
+    seq_len: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie: bool = False  # output head shares the embedding's weights
+    dropout: float = 0.0  # on the embedding and on what each half of a block adds; never inside attention
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+SIZES = {  # layers, heads, kv heads, width, SwiGLU, vocabulary, sequence
+    "tiny": ModelConfig(4, 4, 2, 128, 352, 0, 128),
+    "124m": ModelConfig(12, 12, 12, 768, 2048, 50304, 1024, tie=True),
+    "350m": ModelConfig(24, 16, 16, 1024, 2736, 50304, 1024, tie=True),
+    "1b": ModelConfig(16, 32, 8, 2048, 8192, 50304, 2048),
+    "3b": ModelConfig(28, 24, 8, 3072, 8192, 50304, 2048),
+    "6b": ModelConfig(32, 32, 8, 4096, 11008, 50304, 2048),
+    "7b": ModelConfig(32, 32, 32, 4096, 11008, 32000, 4096),  # Llama-2-7B
+    "13b": ModelConfig(40, 40, 40, 5120, 13824, 32000, 4096),  # Llama-2-13B
+}
+
+
+def load_config(name: str) -> ModelConfig:
+    """A named size, or a JSON file: our own fields, or a Hugging Face Llama config.json.
+
+    Raises UserError for an unknown name, a field that is missing, and a feature of the file that this model lacks.
+    """
+    if name in SIZES:
+        return SIZES[name]
+    if not os.path.isfile(name):
+        raise UserError(f"--model {name}: neither a size ({', '.join(SIZES)}) nor a JSON file")
+    try:
+        with open(name) as file:
+            spec = json.load(file)
+    except ValueError as error:
+        raise UserError(f"--model {name}: not JSON ({error})") from None
+    if not isinstance(spec, dict):
+        raise UserError(f"--model {name}: holds a {type(spec).__name__}, expected an object with the model's fields")
+    if "hidden_size" in spec:
+        spec = _from_hf(name, spec)
+    fields = {f.name: f for f in dataclasses.fields(ModelConfig)}
+    unknown = [key for key in spec if key not in fields]
+    missing = [key for key, f in fields.items() if f.default is dataclasses.MISSING and key not in spec]
+    if unknown or missing:
+        raise UserError(f"--model {name}: unknown fields {unknown}, missing fields {missing}; the fields are {list(fields)}")
+    for key, value in spec.items():
+        kind = fields[key].type
+        if kind is not bool and isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise UserError(f"--model {name}: {key} is {value!r}, expected {kind.__name__}")
+    return ModelConfig(**spec)
+
+
+def _from_hf(name: str, hf: dict) -> dict:
+    """Fields of a Hugging Face Llama config; what it asks for beyond this model is refused by name."""
+    scaling = hf.get("rope_scaling") or {}
+    parameters = hf.get("rope_parameters") or {}  # transformers 5 keeps theta in here
+    cannot = {
+        "model_type": hf.get("model_type", "llama") != "llama",
+        "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(hf.get("attention_bias")),
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "rope_scaling": scaling.get("rope_type", scaling.get("type", "default")) != "default",
+        "rope_parameters": parameters.get("rope_type", "default") != "default",
+        "head_dim": (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+        != hf["hidden_size"] // hf["num_attention_heads"],
+        "attention_dropout": bool(hf.get("attention_dropout")),
+    }
+    for key, refused in cannot.items():
+        if refused:
+            raise UserError(f"--model {name}: {key} = {hf.get(key)!r} is not something this model can do")
+    return dict(
+        n_layer=hf["num_hidden_layers"],
+        n_head=hf["num_attention_heads"],
+        n_kv_head=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        n_embd=hf["hidden_size"],
+        n_ff=hf["intermediate_size"],
+        vocab_size=hf["vocab_size"],
+        seq_len=hf.get("max_position_embeddings", 2048),
+        rope_theta=float(hf.get("rope_theta") or parameters.get("rope_theta") or 10000.0),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        tie=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def check_config(cfg: ModelConfig) -> None:
+    """Raises UserError where the numbers cannot make a model."""
+    for key in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_ff", "vocab_size", "seq_len"):
+        if getattr(cfg, key) < 1:
+            raise UserError(f"model: {key} = {getattr(cfg, key)}, allowed is 1 or more")
+    if cfg.n_embd % cfg.n_head or cfg.head_dim % 2:
+        raise UserError(f"model: n_embd = {cfg.n_embd} over n_head = {cfg.n_head} must give an even whole head size (rotary pairs)")
+    if cfg.n_head % cfg.n_kv_head:
+        raise UserError(f"model: n_head = {cfg.n_head} is not a multiple of n_kv_head = {cfg.n_kv_head}")
+    if not 0 <= cfg.dropout < 1:
+        raise UserError(f"--dropout {cfg.dropout}: allowed is 0 <= dropout < 1")
+
+
+# --- random numbers by name -------------------------------------------------------------------------------------------
+# Counter-based: element i of a tensor is a hash of (seed, name, i). A rank makes just its piece, on any device, and one
+# process or eight, ZeRO or pipeline, hold the same model.
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 (wraps; the masks make the shifts logical). Steele et al., OOPSLA 2014."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def name_key(*parts: object) -> int:
+    """A 64-bit key for a name; the same in every process and on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_normal(key: int, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Elements [start, stop) of the stream `key`: mean 0, variance 1, shape (stop - start,).
+
+    Sum of the four 16-bit quarters of one hash (Irwin-Hall, bounded at 3.46 sigma): integers until the last scaling, so
+    CPU and GPU agree to the bit and float32 is the rounded float64.
+    """
+    h = _mix(torch.arange(start, stop, device=device) * -0x61C8864680B583EB + key)
+    total = (h & 0xFFFF) + ((h >> 16) & 0xFFFF) + ((h >> 32) & 0xFFFF) + ((h >> 48) & 0xFFFF)
+    sigma = math.sqrt(4 * (65536**2 - 1) / 12)
+    return ((total - 2 * 65535).double() / sigma).to(dtype)
+
+
+def init_std(name: str, cfg: ModelConfig) -> float | None:
+    """Standard deviation of a weight's initial values; None: all ones. Projections into the residual stream are scaled as in GPT-2."""
+    if name.endswith("norm.weight"):
+        return None
+    return 0.02 / math.sqrt(2 * cfg.n_layer) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
+
+
+def init_range(out: Tensor, name: str, start: int, cfg: ModelConfig, seed: int) -> None:
+    """Fill `out` (1-D, any dtype and device) with elements [start, start + len) of the flattened parameter `name`."""
+    std = init_std(name, cfg)
+    if std is None:
+        out.fill_(1)
+        return
+    key = name_key(seed, name)
+    for a in range(0, out.numel(), 1 << 24):  # in pieces: the hash needs 8 bytes and more per element
+        piece = out[a : a + (1 << 24)]
+        piece.copy_(random_normal(key, start + a, start + a + piece.numel(), torch.float64, out.device) * std)
+
+
+def dropout_keys(seed: int, step: int, sample: Tensor) -> Tensor:
+    """One key per sequence from (seed, step, sample): (B,) int64 -> (B,) int64."""
+    return _mix(sample + name_key(seed, "dropout", step))
+
+
+def dropout(x: Tensor, p: float, keys: Tensor | None, layer: Tensor, site: int, t0: int = 0) -> Tensor:
+    """Zero elements with probability p, by a hash of (key of the sequence, layer, site, position, channel).
+
+    x (B, T, C) with positions t0 .. t0+T-1 of the sequence, so the mask is the same however the sequence is sharded.
+    """
+    if p == 0 or keys is None:
+        return x
+    B, T, C = x.shape
+    key = _mix(keys + (layer * 4 + site))  # (B,)
+    t = torch.arange(t0, t0 + T, device=x.device)
+    c = torch.arange(C, device=x.device)
+    h = _mix(key[:, None, None] + (t[:, None] * C + c) * -0x61C8864680B583EB)  # (B, T, C)
+    keep = (h & 0xFFFFFF) >= int(p * (1 << 24))
+    return x * keep / (1 - p)
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, n: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # sums in float32 or better inside
+
+
+def rotary_table(cfg: ModelConfig, dtype: torch.dtype, device: torch.device, length: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each (T, head_dim / 2), in float32 or better; T is `length` or cfg.seq_len."""
+    pairs = torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float64) / cfg.head_dim
+    angle = torch.outer(torch.arange(length or cfg.seq_len, device=device, dtype=torch.float64), cfg.rope_theta**-pairs)
+    dtype = torch.promote_types(dtype, torch.float32)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim/2) of each head, as Hugging Face's Llama pairs them. x (B, H, T, hd)."""
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal grouped-query attention. x (B, T, C), wq (H*hd, C), wk and wv (KV*hd, C), wo (C, H*hd) -> (B, T, C).
+
+    On slices of heads the result is this rank's summand of the output.
+    """
+    B, T, _ = x.shape
+    hd = cos.shape[-1] * 2
+    q, k, v = (F.linear(x, w).view(B, T, -1, hd).transpose(1, 2) for w in (wq, wk, wv))  # (B, heads, T, hd)
+    y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=wq.shape[0] != wk.shape[0])
+    return F.linear(y.transpose(1, 2).reshape(B, T, -1), wo)
+
+
+def mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    """SwiGLU. x (B, T, C), w_gate and w_up (F, C), w_down (C, F) -> (B, T, C); on slices of F, this rank's summand."""
+    return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
+
+
+_SAVED = [  # what selective recomputation keeps: products and attention; norms, rotations and SwiGLU's product are made again
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def _selective():
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig, layer: int, recompute: str):
+        super().__init__()
+        C, kv = cfg.n_embd, cfg.n_kv_head * cfg.head_dim
+        self.attn_norm = RMSNorm(C, cfg.norm_eps)
+        self.wq = nn.Linear(C, C, bias=False)
+        self.wk = nn.Linear(C, kv, bias=False)
+        self.wv = nn.Linear(C, kv, bias=False)
+        self.wo = nn.Linear(C, C, bias=False)
+        self.mlp_norm = RMSNorm(C, cfg.norm_eps)
+        self.w_gate = nn.Linear(C, cfg.n_ff, bias=False)
+        self.w_up = nn.Linear(C, cfg.n_ff, bias=False)
+        self.w_down = nn.Linear(cfg.n_ff, C, bias=False)
+        self.dropout = cfg.dropout
+        self.recompute = recompute
+        # a tensor: as a Python int it would be a constant of the compiled block, one compilation per layer
+        self.register_buffer("layer", torch.tensor(layer), persistent=False)
+
+    def body(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None) -> Tensor:
+        y = attention(self.attn_norm(x), self.wq.weight, self.wk.weight, self.wv.weight, self.wo.weight, cos, sin)
+        x = x + dropout(y, self.dropout, keys, self.layer, 0)
+        y = mlp(self.mlp_norm(x), self.w_gate.weight, self.w_up.weight, self.w_down.weight)
+        return x + dropout(y, self.dropout, keys, self.layer, 1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x (B, T, C) -> (B, T, C); keys (B,) from dropout_keys, None: no dropout."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.body(x, cos, sin, keys)
+        # inside the block, so that it is compiled with it; no RNG state to keep: dropout is a hash
+        how = {"context_fn": _selective} if self.recompute == "selective" else {}
+        return checkpoint(self.body, x, cos, sin, keys, use_reentrant=False, preserve_rng_state=False, **how)
+
+
+class GPT(nn.Module):
+    """The whole model, built without memory: a script gives each parameter its storage through set_param."""
+
+    def __init__(self, cfg: ModelConfig, recompute: str = "none"):
+        super().__init__()
+        self.cfg = cfg
+        with torch.device("meta"):
+            self.tok_emb = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+            self.blocks = nn.ModuleList(Block(cfg, i, recompute) for i in range(cfg.n_layer))
+            self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+            self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tie:
+            self.head.weight = self.tok_emb.weight
+
+    def set_param(self, name: str, data: Tensor) -> nn.Parameter:
+        """Make `data` (a view into a flat buffer, say) the storage of parameter `name`; a tied head follows the embedding."""
+        module, leaf = name.rsplit(".", 1)
+        param = nn.Parameter(data)
+        setattr(self.get_submodule(module), leaf, param)
+        if self.cfg.tie and name == "tok_emb.weight":
+            self.head.weight = param
+        return param
+
+    def set_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Rotary tables and layer numbers, once the device is known."""
+        self.cos, self.sin = rotary_table(self.cfg, dtype, device)
+        for i, block in enumerate(self.blocks):
+            block.layer = torch.tensor(i, device=device)
+
+    def embed(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x (B, T) int64 -> (B, T, C)"""
+        h = self.tok_emb(x)
+        return dropout(h, self.cfg.dropout, keys, torch.tensor(self.cfg.n_layer, device=h.device), 0) if self.cfg.dropout else h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """h (B, T, C) -> (B, T, V)"""
+        return self.head(self.norm(h))
+
+    def loss_sum(self, h: Tensor, y: Tensor) -> Tensor:
+        """Sum of the cross-entropies over the targets that count, a scalar in float32 or better. h (B, T, C), y (B, T)."""
+        logits = self.logits(h)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def forward(self, x: Tensor, y: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """x, y (B, T) int64 -> summed loss (scalar), or the logits (B, T, V) when y is None."""
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        h = self.embed(x, keys)
+        for block in self.blocks:
+            h = block(h, cos, sin, keys)
+        return self.logits(h) if y is None else self.loss_sum(h, y)
+
+    def compile_blocks(self) -> None:
+        """Compile each block by itself (one compilation serves all, they differ in weights only) and the head with the loss."""
+        for block in self.blocks:
+            block.compile(fullgraph=True)
+        self.loss_sum = torch.compile(self.loss_sum)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name, in the order of the forward pass; a tied head is not listed twice."""
+    return {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
+
+
+def unit_names(cfg: ModelConfig) -> dict[str, list[str]]:
+    """Parameters by unit, the portion that travels together: the embedding, each block, norm and head."""
+    units: dict[str, list[str]] = {}
+    for name in param_shapes(cfg):
+        parts = name.split(".")
+        unit = f"block.{parts[1]}" if parts[0] == "blocks" else "embed" if parts[0] == "tok_emb" else "head"
+        units.setdefault(unit, []).append(name)
+    return units
+
+
+def n_params(cfg: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in param_shapes(cfg).values())
+
+
+def flops_per_token(cfg: ModelConfig) -> int:
+    """Forward and backward, 2 + 4 per multiplying weight, and causal attention's two products; recomputation does not count."""
+    C, kv = cfg.n_embd, cfg.n_kv_head * cfg.head_dim
+    multiplying = cfg.n_layer * (2 * C * C + 2 * C * kv + 3 * C * cfg.n_ff) + cfg.vocab_size * C
+    return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
+
+
+def activation_bytes(cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none") -> int:
+    """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits with their float copy and gradient."""
+    C, kv, ff, tokens = cfg.n_embd, cfg.n_kv_head * cfg.head_dim, cfg.n_ff, micro_batch * cfg.seq_len
+    # inputs of both norms, both normed inputs, q, k, v after rotation, attention's output; gate, up and their product
+    whole = (6 * C + 2 * kv + 3 * ff) * itemsize + 4 * cfg.n_head
+    block = {"none": whole, "selective": (3 * C + 2 * kv + 2 * ff + 2 * C) * itemsize, "full": C * itemsize}[recompute]
+    return tokens * (cfg.n_layer * block + cfg.vocab_size * (itemsize + 4) + 2 * C * itemsize) + (
+        tokens * whole if recompute != "none" else 0
+    )
+
+
+if __name__ == "__main__":
+    print(f"{'size':6s}{'parameters':>16s}{'GFLOP/token':>13s}{'GB of fp32 weights + AdamW moments':>37s}")
+    for size, config in SIZES.items():
+        config = dataclasses.replace(config, vocab_size=config.vocab_size or 257)
+        print(f"{size:6s}{n_params(config):16,d}{flops_per_token(config) / 1e9:13.3f}{12 * n_params(config) / 1e9:37.1f}")
