@@ -1,0 +1,729 @@
+"""How a run starts and ends: flags, process groups, start-up checks, signals, and the first error first.
+
+A script's `main(cfg, group=None)` calls start(), which leaves nothing to fail later: device, ranks, agreement of the
+flags, model, corpus and batch arithmetic are all checked before anything is built. `run_script(main, Config)` is the
+outer frame: it parses flags, opens the process group, and turns whatever goes wrong into one report, the first error
+first, and an exit code.
+"""
+
+import dataclasses
+import datetime
+import difflib
+import hashlib
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # at 95 % of the card, fragments are what does not fit
+
+import torch  # noqa: E402  (after the line above: the allocator reads it once)
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as one line, exit code 2."""
+
+
+@dataclass
+class Config:
+    """The flags all training scripts share; a script's own Config adds its few. The comment behind a field is its --help text."""
+
+    model: str = ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
+    vocab_size: int = 0  # token ids the model knows [the size's; tiny: the data's]
+    seq_len: int = 0  # tokens per sequence [the size's]
+    global_batch: int = 0  # sequences per step over all ranks; accumulation follows from it [by size]
+    micro_batch: int = 0  # sequences per forward and backward pass of one rank [the size's, lowered until it divides]
+    steps: int = 0  # optimizer steps of the whole run [by size]
+    lr: float = 0.0  # peak learning rate [by size]
+    min_lr: float = -1.0  # where the cosine ends [lr / 10]
+    warmup_steps: int = -1  # steps of linear warm-up [by size]
+    weight_decay: float = 0.1  # on matrices and embeddings; norms are not decayed
+    beta1: float = 0.9  # AdamW's average of gradients
+    beta2: float = 0.95  # AdamW's average of squared gradients
+    eps: float = 1e-8  # AdamW's guard against division by zero
+    clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    dropout: float = 0.0  # probability of zeroing a channel of what embedding and block halves add
+    dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
+        ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
+    )
+    loss_scale: float = 0.0  # float16: constant factor on the loss; 0: dynamic
+    scale_power: int = 16  # float16: the dynamic factor starts at 2 to this
+    scale_window: int = 1000  # float16: good steps before the factor doubles
+    scale_hysteresis: int = 1  # float16: overflows before it halves
+    scale_min: float = 1.0  # float16: never below this
+    seed: int = 1337  # of weights, order of the data and dropout
+    data: str = ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
+    workers: int = 1  # loader processes per rank; 0: load in the training process
+    out: str = ""  # run folder: config, log, checkpoints [runs/SCRIPT-DATE]
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
+    save_every: int = 500  # steps between checkpoints, one more at the end; 0: none at all
+    keep_last: int = 2  # newest checkpoints kept
+    eval_every: int = 200  # steps between evaluations, one more at the end; 0: none at all
+    eval_windows: int = 256  # validation sequences scored, the same first ones each time; 0: all
+    resume: str = "auto"  # auto: go on from the newest checkpoint in a given --out; never; or a checkpoint's path
+    init_from: str = ""  # start a new run from the weights of a checkpoint or a Hugging Face Llama folder
+    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing: compute again in backward instead of keeping
+    compile: bool | None = None  # torch.compile each block [on GPU only]
+    hang_timeout: int = 600  # seconds a rank may wait for another before the job ends
+    log_every: int = 10  # steps between lines on the screen; log.jsonl has every step
+    log_samples: bool = False  # write the sample ids of each step and rank into the run folder
+    check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
+    deterministic: bool = False  # bit-equal repeats on a GPU, slower
+    tie: bool | None = None  # share the embedding with the output head [the size's]
+    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel
+    overlap: bool = True  # send gradients while backward still runs
+    profile: bool = False  # write a torch profiler trace of a few steps into the run folder
+    explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
+
+
+BY_SIZE = {  # global batch, micro-batch, steps, lr, warm-up
+    "tiny": (64, 16, 500, 4e-3, 50),
+    "124m": (512, 16, 5000, 6e-4, 200),
+    "350m": (512, 8, 10000, 3e-4, 500),
+    "1b": (256, 4, 20000, 3e-4, 500),
+    "3b": (256, 4, 20000, 3e-4, 1000),
+    "6b": (256, 4, 20000, 3e-4, 1000),
+    "7b": (256, 2, 20000, 3e-4, 1000),
+    "13b": (256, 1, 20000, 2e-4, 1000),
+}
+ELSEWHERE = {  # what other tools call it -> what does it here
+    "gradient-accumulation-steps": "--global-batch (accumulation follows from it and --micro-batch)",
+    "batch-size": "--global-batch (sequences per step over all ranks) and --micro-batch (per pass)",
+    "train-batch-size": "--global-batch",
+    "per-device-train-batch-size": "--micro-batch",
+    "micro-batch-size": "--micro-batch",
+    "global-batch-size": "--global-batch",
+    "bf16": "--dtype bfloat16",
+    "fp16": "--dtype float16",
+    "mixed-precision": "--dtype",
+    "gradient-checkpointing": "--recompute full",
+    "activation-checkpointing": "--recompute full",
+    "num-workers": "--workers",
+    "learning-rate": "--lr",
+    "max-steps": "--steps",
+    "max-iters": "--steps",
+    "train-iters": "--steps",
+    "block-size": "--seq-len",
+    "seq-length": "--seq-len",
+    "grad-clip": "--clip",
+    "max-grad-norm": "--clip",
+    "clip-grad": "--clip",
+    "warmup-iters": "--warmup-steps",
+    "output-dir": "--out",
+    "dataset": "--data",
+    "data-path": "--data",
+    "save-interval": "--save-every",
+    "eval-interval": "--eval-every",
+    "log-interval": "--log-every",
+    "zero-stage": "--stage (train_zero.py)",
+    "deepspeed-config": "--deepspeed (train_zero.py)",
+    "tensor-model-parallel-size": "--tp (train_tp.py)",
+    "pipeline-model-parallel-size": "--pp (train_pipe.py)",
+    "resume-from-checkpoint": "--resume",
+    "local-rank": "nothing: torchrun sets LOCAL_RANK",
+}
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Field name -> the comment behind it in the source of the dataclass and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            for match in re.finditer(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.M):
+                found[match[1]] = match[2]
+    return found
+
+
+def parse_flags(cls: type, argv: list[str]):
+    """`--micro-batch 4`, `--micro-batch=4`, `--compile`, `--no-compile` -> an instance of the Config dataclass `cls`.
+
+    Raises UserError for unknown names (with the nearest, or what does it here), and for values of the wrong kind.
+    """
+    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, object] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"unexpected argument {word!r}: flags look like --micro-batch 4")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("_", "-")
+        field = fields.get(name) or (fields.get(name[3:]) if name.startswith("no-") else None)
+        if field is None:
+            here = ELSEWHERE.get(name)
+            near = difflib.get_close_matches(name, fields, 1, 0.6)
+            hint = f"here it is {here}" if here else f"did you mean --{near[0]}?" if near else "see --help"
+            raise UserError(f"unknown flag --{name}: {hint}")
+        if hints[field.name] in (bool, bool | None):
+            if equals:
+                raise UserError(f"--{name} takes no value; write --{field.name} or --no-{field.name}".replace("_", "-"))
+            values[field.name] = not name.startswith("no-") or name in fields
+            continue
+        if name not in fields:
+            raise UserError(f"--{name}: {name[3:]} is not an on/off flag")
+        if not equals:
+            if not rest:
+                raise UserError(f"--{name} needs a value")
+            value = rest.pop(0)
+        values[field.name] = _value(name, value, hints[field.name])
+    return cls(**values)
+
+
+def _value(name: str, text: str, kind: object) -> object:
+    if typing.get_origin(kind) is Literal:
+        text = DTYPES.get(text, text) if name == "dtype" else text
+        allowed = [a for a in typing.get_args(kind) if a]
+        if text not in map(str, allowed):
+            raise UserError(f"--{name} {text}: allowed are {', '.join(map(str, allowed))}")
+        return next(a for a in allowed if str(a) == text)
+    try:
+        value = kind(text)  # type: ignore[operator]
+    except ValueError:
+        raise UserError(f"--{name} {text}: expected {'a whole number' if kind is int else 'a number'}") from None
+    if isinstance(value, float) and value != value:
+        raise UserError(f"--{name} {text}: expected a number")
+    return value
+
+
+def print_help(cls: type, doc: str) -> None:
+    print(doc.strip() + "\n\nFlags (default in brackets where it depends on the size or the machine):")
+    texts = field_help(cls)
+    for f in dataclasses.fields(cls):
+        default = "" if f.default in ("", None) else f"  (default {f.default})"
+        print(f"  --{f.name.replace('_', '-'):20s} {texts[f.name]}{default}")
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What start() has found and checked; cfg has every default filled in."""
+
+    cfg: Config
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+    group: object  # for tensors on the device
+    control: object  # gloo, for Python objects
+    model_cfg: object  # model.ModelConfig
+    tokens: object  # data.Tokens
+    val_tokens: object  # data.Tokens or None
+    dp: int  # data-parallel size
+    dp_rank: int  # which share of the batch is this rank's
+    accum: int  # micro-batches per rank and step
+    out: str | None  # run folder
+    script: str
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of master weights, moments and gradient accumulation: float32, or float64 for the proofs."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def everyone(self, value: object) -> list:
+        """Every rank's value, by rank; collective over the control group."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+def say(text: str) -> None:
+    """A line on the screen, from rank 0 only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+_signal: int = 0
+
+
+def stop_signal() -> int:
+    """The signal that asked this process to stop, 0 if none; a loop makes it every rank's at the end of a step."""
+    return _signal
+
+
+def _on_signal(number: int, frame: object) -> None:
+    global _signal
+    _signal = _signal or number
+
+
+def pick_device(cfg: Config) -> torch.device:
+    """Raises UserError when CUDA is asked for, or a card is there, and torch cannot use it."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cfg.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        card = Path("/proc/driver/nvidia/version")
+        if card.exists() or cfg.device == "cuda":
+            driver = card.read_text().splitlines()[0] if card.exists() else "no NVIDIA driver found"
+            wheel = f"torch {torch.__version__} built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU only'}"
+            raise UserError(f"CUDA does not work here: {driver}; {wheel}. Install a wheel that matches the driver, or use --device cpu")
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} found; lower --nproc_per_node, or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_group(device: torch.device, timeout_s: int) -> None:
+    """Join the job's process group: torchrun's, one described by RANK and WORLD_SIZE by hand, or a group of one.
+
+    Raises UserError saying which ranks did not come, or that two came under one number.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    bound = {"device_id": device} if device.type == "cuda" else {}
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
+        return
+    try:
+        rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        host = os.environ["MASTER_ADDR"]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})") from None
+    if not 0 <= rank < size:
+        raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        tcp = dist.TCPStore(host, port, size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=False)
+    except (RuntimeError, dist.DistNetworkError) as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise UserError(f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone") from None
+        raise UserError(
+            f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {str(error).splitlines()[0]}"
+        ) from None
+    store = dist.PrefixStore(f"nanoshard/{attempt}", tcp)
+    if store.add(f"arrived/{rank}", 1) > 1:
+        raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
+    deadline = time.time() + timeout_s
+    while missing := [r for r in range(size) if not store.check([f"arrived/{r}"])]:
+        if time.time() > deadline:
+            raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
+        time.sleep(0.05)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
+
+
+def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:
+    """Micro-batches per rank and step. Raises UserError with the nearest batches that divide."""
+    if global_batch < 1 or micro_batch < 1:
+        raise UserError(f"--global-batch {global_batch}, --micro-batch {micro_batch}: both must be 1 or more")
+    per_pass = micro_batch * dp
+    if global_batch % per_pass:
+        below, above = global_batch // per_pass * per_pass, -(-global_batch // per_pass) * per_pass
+        near = " or ".join(str(v) for v in (below, above) if v)
+        raise UserError(
+            f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch} x {dp} data-parallel ranks = {per_pass}; "
+            f"nearest that are: {near}"
+        )
+    return global_batch // per_pass
+
+
+def start(cfg: Config, script: str, group: object = None, model_parallel: int = 1) -> Run:
+    """Check everything and fill in every default; collective over `group` (the whole job when None).
+
+    model_parallel: ranks that share one batch (tensor x pipeline parallel); the others are data parallel.
+    Raises UserError, the same on every rank, before anything is built.
+    """
+    from data import ensure_corpus, has_val, open_tokens  # here: these files import UserError from this one
+    from model import SIZES, check_config, load_config
+
+    cfg = dataclasses.replace(cfg)
+    device = pick_device(cfg)
+    if not dist.is_initialized():
+        open_group(device, cfg.hang_timeout)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    control = group
+    if device.type == "cuda":
+        control = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
+    run = Run(cfg, rank, world_size, device, torch.float32, group, control, None, None, None, 1, 0, 1, None, Path(script).stem)
+
+    differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(c, f.name)) for c in run.everyone(cfg)}) > 1]
+    if differing:
+        raise UserError(f"the ranks were started with different flags: --{', --'.join(differing)}".replace("_", "-"))
+
+    cfg.model = cfg.model or ("tiny" if device.type == "cpu" else "124m")
+    size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - load_config(cfg.model).n_embd))
+    batch, micro, steps, lr, warmup = BY_SIZE[size]
+    if world_size % model_parallel or model_parallel < 1:
+        raise UserError(f"tp*pp={model_parallel} does not divide the world of {world_size} ranks")
+    run.dp, run.dp_rank = world_size // model_parallel, rank // model_parallel  # ranks that share a batch are neighbours
+    cfg.global_batch = cfg.global_batch or batch
+    if not cfg.micro_batch:
+        share = cfg.global_batch // run.dp
+        cfg.micro_batch = max((m for m in range(1, min(micro, share) + 1) if share % m == 0), default=1)
+    run.accum = accumulation(cfg.global_batch, cfg.micro_batch, run.dp)
+    cfg.steps, cfg.lr = cfg.steps or steps, cfg.lr or lr
+    cfg.min_lr = cfg.lr / 10 if cfg.min_lr < 0 else cfg.min_lr
+    cfg.warmup_steps = min(warmup, cfg.steps // 10) if cfg.warmup_steps < 0 else cfg.warmup_steps
+    for key in ("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"):
+        if getattr(cfg, key) < 0:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 0 or more")
+    for key in ("log_every", "keep_last", "hang_timeout"):
+        if getattr(cfg, key) < 1:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 1 or more")
+    if device.type == "cuda":
+        best = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    else:
+        best = "float32"
+    cfg.dtype = cfg.dtype or best
+    run.dtype = getattr(torch, cfg.dtype)
+    cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
+    _set_up_torch(cfg, device)
+
+    if not cfg.data:
+        cfg.data = "corpus/stdlib"
+        _one_prepares(run, lambda: ensure_corpus(cfg.data))
+    run.tokens = open_tokens(cfg.data)
+    run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
+    model_cfg = load_config(cfg.model)
+    run.model_cfg = dataclasses.replace(
+        model_cfg,
+        seq_len=cfg.seq_len or model_cfg.seq_len,
+        vocab_size=cfg.vocab_size or model_cfg.vocab_size or run.tokens.vocab_size,
+        tie=model_cfg.tie if cfg.tie is None else cfg.tie,
+        dropout=cfg.dropout or model_cfg.dropout,
+    )
+    cfg.seq_len, cfg.vocab_size, cfg.tie = run.model_cfg.seq_len, run.model_cfg.vocab_size, run.model_cfg.tie
+    check_config(run.model_cfg)
+    if run.tokens.vocab_size and run.tokens.vocab_size > cfg.vocab_size:
+        raise UserError(
+            f"{cfg.data} has a vocabulary of {run.tokens.vocab_size} ({run.tokens.tokenizer}), the model knows {cfg.vocab_size} ids; "
+            f"use --vocab-size {run.tokens.vocab_size} or more"
+        )
+    if run.tokens.n_windows(cfg.seq_len) < 1:
+        raise UserError(f"{cfg.data} holds {run.tokens.n_tokens} tokens, --seq-len {cfg.seq_len} needs at least {cfg.seq_len + 1}")
+    if not cfg.explain:
+        _open_run_folder(run)
+        _banner(run)
+    return run
+
+
+def _set_up_torch(cfg: Config, device: torch.device) -> None:
+    if device.type == "cpu":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))  # torchrun leaves one thread per process
+        return
+    torch.set_float32_matmul_precision("highest" if cfg.deterministic else "high")  # TF32 for --dtype float32
+    # cuDNN's attention is 1.7 times as fast as FlashAttention-2 on Hopper; its backward pass is not deterministic
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    torch.backends.cuda.enable_cudnn_sdp(hopper and not cfg.deterministic)
+    torch.backends.cuda.enable_flash_sdp(not hopper or cfg.deterministic)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
+    """The first rank of each host runs prepare(), the others wait for it on files of their own pace, not in a collective.
+
+    They wait as long as it works; its error becomes theirs.
+    """
+    if run.world_size == 1:
+        prepare()
+        return
+    store = dist.distributed_c10d._get_default_store()
+    host = f"prepare/{os.environ.get('GROUP_RANK', 0)}/{_prepared()}"
+    if int(os.environ.get("LOCAL_RANK", run.rank)) == 0:
+        try:
+            prepare()
+            store.set(host, "")
+        except BaseException as error:
+            store.set(host, f"rank {run.rank} could not prepare the corpus: {error}")
+            raise
+        return
+    waited = 0.0
+    while not store.check([host]):  # not store.wait: its time limit is the collectives'
+        time.sleep(0.1)
+        waited += 0.1
+        if abs(waited % 30) < 0.1:
+            print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
+    if message := store.get(host).decode():
+        raise UserError(message)
+
+
+_preparations = 0
+
+
+def _prepared() -> int:
+    """Number of this preparation: main() may run many times in one job."""
+    global _preparations
+    _preparations += 1
+    return _preparations
+
+
+def _open_run_folder(run: Run) -> None:
+    """Choose and create the run folder on rank 0, name it to all, write config.json."""
+    cfg, error, out = run.cfg, None, None
+    if run.rank == 0:
+        try:
+            out = Path(cfg.out) if cfg.out else _new_folder(run.script)
+            out.mkdir(parents=True, exist_ok=True)
+            facts = {
+                "config": dataclasses.asdict(cfg),
+                "model": dataclasses.asdict(run.model_cfg),
+                "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "world_size": run.world_size,
+                "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+                "commit": git_commit(),
+                "date": datetime.datetime.now().isoformat(timespec="seconds"),
+                "data": {"path": cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
+            }
+            temporary = out / ".config.json"
+            temporary.write_text(json.dumps(facts, indent=1))
+            temporary.replace(out / "config.json")
+        except OSError as problem:
+            error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
+    error, out = run.everyone((error, out))[0]
+    if error:
+        raise UserError(error)
+    run.out = str(out)
+
+
+def _new_folder(script: str) -> Path:
+    """runs/SCRIPT-DATE, the same one when torchrun starts the job again: the date is then torchrun's own start."""
+    began = time.time()
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ and Path("/proc/self/stat").exists():
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        booted = int(re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.M)[1])
+        began = booted + ticks / os.sysconf("SC_CLK_TCK")
+    name = f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return Path(name)
+    return next(p for p in (Path(name + suffix) for suffix in ("", *(f"-{i}" for i in range(2, 100)))) if not p.exists())
+
+
+def git_commit() -> str | None:
+    """Short hash of the checkout this file lies in, with + when it has changes; None outside git."""
+    try:
+        call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+"]
+        return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _banner(run: Run) -> None:
+    from model import flops_per_token, n_params
+
+    cfg = run.cfg
+    per_step = cfg.global_batch * cfg.seq_len
+    windows = run.tokens.n_windows(cfg.seq_len)
+    where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
+    say(f"{run.script}: {run.world_size} x {where}, torch {torch.__version__}" + (f", run folder {run.out}" if run.out else ""))
+    say(
+        f"model {cfg.model}: {n_params(run.model_cfg):,} parameters, {flops_per_token(run.model_cfg) / 1e9:.3f} GFLOP per token, "
+        f"compute in {cfg.dtype}, masters in {str(run.master_dtype)[6:]}, gradients travel in "
+        f"{cfg.wire if run.master_dtype == torch.float32 else 'float64'}"
+    )
+    say(
+        f"batch: {per_step:,} tokens a step = {cfg.micro_batch} sequences x {cfg.seq_len} tokens x {run.accum} micro-batches x {run.dp} "
+        f"data-parallel ranks; {cfg.steps} steps; lr {cfg.lr:g} to {cfg.min_lr:g}, warm-up {cfg.warmup_steps}"
+    )
+    say(
+        f"data {cfg.data}: {run.tokens.n_tokens:,} tokens ({run.tokens.tokenizer}), {windows:,} windows, "
+        f"{cfg.steps * cfg.global_batch / windows:.2f} epochs; each window once an epoch, the stream runs on over the edge"
+    )
+
+
+def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
+    """What --explain prints: predicted memory by term, the collectives of one step in order, the batch arithmetic."""
+    _banner(run)
+    say(f"\nmemory of one rank, GB: {sum(memory.values()) / 1e9:.3f}")
+    for term, size in memory.items():
+        say(f"  {size / 1e9:10.3f}  {term}")
+    say(f"\ncollectives of one step in order, payload bytes: {sum(size for _, _, size in traffic):,}")
+    for op, what, size in traffic:
+        say(f"  {size:16,d}  {op} {what}")
+
+
+# --- state that goes on -----------------------------------------------------------------------------------------------
+
+
+def progress(run: Run, done: int, updates: int, scaler) -> dict:
+    """What a checkpoint holds beside tensors: `done` steps have been run, `updates` of them were not skipped."""
+    return {
+        "updates": updates,
+        "scaler": scaler.state(),
+        "config": dataclasses.asdict(run.cfg),
+        "model": dataclasses.asdict(run.model_cfg),
+        "data": run.tokens.fingerprint,
+        "world_size": run.world_size,
+        "script": run.script,
+        "torch": torch.__version__,
+    }
+
+
+def rng_state(run: Run) -> torch.Tensor:
+    """torch's generator states of this rank as bytes: nothing here draws from them, a fork may."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(run.device)] if run.device.type == "cuda" else [])
+    return torch.cat([state.cpu() for state in states])
+
+
+def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
+    """Collective: load the checkpoint this run goes on from, or the weights it starts from -> (first step, updates so far).
+
+    strategy: has pieces() and masters_changed(). A flag that differs from the checkpoint's wins and is printed, old -> new;
+    another model or corpus is refused (UserError): --init-from starts a new run from the weights.
+    """
+    cfg = run.cfg
+    pieces = strategy.pieces()
+    if cfg.save_every:
+        saver.check_space(sum(t.nbytes for piece in pieces.values() for _, t in piece.boxes))
+    explicit = cfg.resume not in ("auto", "never")
+    path = cfg.resume if explicit else saver.latest()
+    if path and cfg.resume == "never":
+        raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
+    if path is None:
+        if cfg.init_from:
+            _init_from(run, saver, strategy, pieces)
+        return 0, 0
+    if explicit and not Path(path).is_dir():
+        raise UserError(f"--resume {path}: no such checkpoint; allowed are auto, never, or a step_... folder")
+    from checkpoint import read_meta
+
+    saved = read_meta(path)
+    if not {"step", "updates", "scaler", "config", "model", "data"} <= saved.keys():
+        raise UserError(f"{path}: its meta.json is not one of a training run")
+    now = dataclasses.asdict(run.model_cfg)
+    for key, old in saved["model"].items():
+        if old != now.get(key) and key not in ("dropout", "seq_len"):
+            raise UserError(f"{path} is of another model: {key} was {old}, is {now.get(key)}; --init-from starts a new run from weights")
+    if saved["data"] != run.tokens.fingerprint:
+        raise UserError(
+            f"{path} was trained on another corpus (fingerprint {saved['data']}, {cfg.data} has {run.tokens.fingerprint}): its order of "
+            "samples cannot go on; --init-from starts a new run from the weights"
+        )
+    meta = saver.load(path, pieces)
+    saver.protect(path)
+    strategy.masters_changed()
+    scaler.load(saved["scaler"])
+    for key, old in saved["config"].items():
+        new = getattr(cfg, key, None)
+        if old != new and key not in ("out", "resume", "data", "device"):
+            say(f"resume: --{key.replace('_', '-')} {old} -> {new}")
+    if meta.get("rng") is not None:
+        state = meta["rng"]
+        size = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:size])
+        if run.device.type == "cuda" and state.numel() > size:
+            torch.cuda.set_rng_state(state[size:], run.device)
+    elif saved["world_size"] == run.world_size:
+        say("resume: the checkpoint has no RNG states (nothing here uses them)")
+    say(f"resume: going on from {path} at step {saved['step']}")
+    if saved["step"] >= cfg.steps:
+        say(f"resume: {saved['step']} steps are done and --steps is {cfg.steps}: nothing left to do")
+    return saved["step"], saved["updates"]
+
+
+def _init_from(run: Run, saver, strategy, pieces: dict) -> None:
+    """Weights of another run (or of a Hugging Face Llama folder), everything else new."""
+    path = Path(run.cfg.init_from)
+    if (path / "config.json").exists() and not (path / "meta.json").exists():
+        from export import load_hf
+
+        load_hf(path, {name: piece for name, piece in pieces.items() if not name.startswith("exp_avg")}, run.model_cfg)
+    elif path.is_dir():
+        saver.load(path, pieces)
+        for name, piece in pieces.items():
+            if name.startswith("exp_avg"):
+                for _, box in piece.boxes:
+                    box.zero_()
+    else:
+        raise UserError(f"--init-from {path}: neither a checkpoint (step_... folder) nor a Hugging Face Llama folder with config.json")
+    strategy.masters_changed()
+    say(f"weights from {path}, a new run from step 0")
+
+
+_sample_logs: dict[str, typing.IO] = {}
+
+
+def log_samples(run: Run, step: int, sample: torch.Tensor) -> None:
+    """Under --log-samples: a line per micro-batch in samples-RANK.jsonl with the stream indices of its sequences."""
+    if run.cfg.log_samples:
+        path = f"{run.out}/samples-{run.rank}.jsonl"
+        file = _sample_logs.setdefault(path, open(path, "a", buffering=1))  # noqa: SIM115 (open for the whole run)
+        file.write(json.dumps({"step": step, "sample": sample.tolist()}) + "\n")
+
+
+# --- the frame --------------------------------------------------------------------------------------------------------
+
+
+def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
+    """Everything around main(cfg): flags, signals, and an end on which all ranks agree. Exit code 0 only if all finished."""
+    argv = sys.argv[1:]
+    if any(word in ("-h", "--help") for word in argv):
+        print_help(config, doc)
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _on_signal)
+    try:
+        record(main)(parse_flags(config, argv))
+    except BaseException as error:
+        _report(error)
+        os._exit(2 if isinstance(error, UserError) else 1)  # not destroy_process_group: it can hang while a peer waits
+    if dist.is_initialized():
+        dist.barrier()  # no rank takes the store away while another still needs it
+        dist.destroy_process_group()
+    if _signal:
+        sys.exit(128 + _signal)
+
+
+def _report(error: BaseException) -> None:
+    """Print this rank's error, or, if it only follows from another rank's, one line that points there."""
+    rank = int(os.environ.get("RANK", 0))
+    text = f"error: {error}" if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+    summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            secondary = "Connection closed by peer" in str(error) or "Connection reset" in str(error) or "NCCL" in type(error).__name__
+            deadline = time.time() + (3 if secondary else 0)
+            while not store.check(["first_error"]) and time.time() < deadline:
+                time.sleep(0.05)  # the rank that closed the connection is about to say why
+            mine = json.dumps([rank, type(error).__name__, summary])
+            first = json.loads(store.compare_set("first_error", "", mine))
+        except (RuntimeError, ValueError):
+            pass  # the store went with its host: then our own error is the best there is
+    if first is None or first[0] == rank:
+        print(f"rank {rank}: {text}" if dist.is_initialized() and dist.get_world_size() > 1 else text, file=sys.stderr, flush=True)
+    elif not (isinstance(error, UserError) and first[2] == summary):
+        print(f"rank {rank} stopped because rank {first[0]} failed: {first[1]}: {first[2]}", file=sys.stderr, flush=True)
+
+
+def run_cli(main: Callable[[], None]) -> None:
+    """Frame of a command-line tool: a UserError becomes one line and exit code 2, Ctrl-C a quiet 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def config_hash(value: object) -> str:
+    """A short fingerprint of a JSON-able value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()

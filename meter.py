@@ -1,0 +1,266 @@
+"""The step clock that adds up to 100 %, the ledger of bytes, and the log.
+
+One marker serves every instrument:
+
+    with at("all_reduce", "block.7", bucket.nbytes):
+        work = dist.all_reduce(bucket, async_op=True)
+
+It charges the time inside to communication, counts the bytes handed over, and under --check-collectives compares with
+the other ranks what each is about to call. With no meter running it does nothing.
+
+The clock is a list of marks; a mark says to what the time from here on belongs, so the parts of a step sum to the step.
+On a GPU the marks are events on the compute stream: "communication" is then the time the stream stood waiting, not the
+time a transfer took; what ran behind compute costs nothing and is not shown.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from launch import Run, UserError, say
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv")
+PARTS = {  # operation -> part of the step's time
+    **dict.fromkeys(COLLECTIVES, "communication"),
+    "wait": "communication",
+    "data": "data",
+    "forward": "compute",
+    "backward": "compute",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+    "eval": "eval",
+}
+BF16_PEAK = {  # dense bf16 FLOP/s by the maker's data sheet, looked up by a part of the device's name, first match
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX A6000": 155e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+_meter: "Meter | None" = None
+
+
+@contextmanager
+def at(op: str, what: str = "", nbytes: int = 0):
+    """Mark what runs inside: op is a key of PARTS, what names the unit, nbytes is the payload handed to a collective."""
+    meter = _meter
+    if meter is None:
+        yield
+        return
+    meter._enter(op, what, nbytes)
+    try:
+        yield
+    finally:
+        meter._leave()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of this GPU; None for hardware the table does not know: no MFU rather than a wrong one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in BF16_PEAK.items() if part in name), None)
+
+
+class Meter:
+    """Measures a run while it is entered; log() closes a step and returns its row, summary() closes the run."""
+
+    def __init__(self, run: Run, flops_per_token: int):
+        self.run, self.flops_per_token = run, flops_per_token
+        self.cuda = run.device.type == "cuda"
+        self.peak = peak_flops(run.device)
+        self.rows: list[dict] = []
+        self.bytes: dict[str, int] = defaultdict(int)  # of the current step
+        self.calls: dict[str, int] = defaultdict(int)
+        self.step_traffic: dict[str, tuple[int, int]] = {}  # of the last whole step: op -> (calls, bytes)
+        self.sequence = 0
+        self.file = None
+
+    def __enter__(self) -> "Meter":
+        global _meter
+        self.outer, _meter = _meter, self
+        self.stream = torch.cuda.current_stream(self.run.device) if self.cuda else None
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.run.device)
+        self.stack = ["other"]
+        self.pool: list[torch.cuda.Event] = []
+        self.marks: list[tuple[str, object]] = []
+        self._mark("other")
+        return self
+
+    def __exit__(self, *exc) -> None:
+        global _meter
+        _meter = self.outer
+        if self.file:
+            self.file.close()
+
+    def _mark(self, part: str) -> None:
+        if self.cuda:
+            now = self.pool.pop() if self.pool else torch.cuda.Event(enable_timing=True)
+            now.record(self.stream)
+        else:
+            now = time.perf_counter()
+        self.marks.append((part, now))
+
+    def _enter(self, op: str, what: str, nbytes: int) -> None:
+        if op in COLLECTIVES:
+            self.bytes[op] += nbytes
+            self.calls[op] += 1
+            if self.run.cfg.check_collectives:
+                self._agree(op, what, nbytes)
+        self.stack.append(PARTS[op])
+        self._mark(PARTS[op])
+
+    def _leave(self) -> None:
+        self.stack.pop()
+        self._mark(self.stack[-1])
+
+    def _agree(self, op: str, what: str, nbytes: int) -> None:
+        """All ranks tell what they are about to call; the first that differs is the bug, before it sums garbage."""
+        self.sequence += 1
+        if op in ("send", "recv"):
+            return  # differs by rank on purpose
+        mine, all_of_them = (self.sequence, op, what, nbytes), [None] * self.run.world_size
+        dist.all_gather_object(all_of_them, mine, group=self.run.control)
+        if any(theirs != mine for theirs in all_of_them):
+            calls = "; ".join(f"rank {r}: #{c[0]} {c[1]} {c[2]} {c[3]} bytes" for r, c in enumerate(all_of_them))
+            raise UserError(f"the ranks call different collectives: {calls}")
+
+    def _parts(self) -> dict[str, float]:
+        """Seconds by part since the last call; they sum to the whole by construction."""
+        self._mark(self.stack[-1])
+        if self.cuda:
+            torch.cuda.synchronize(self.run.device)
+        parts: dict[str, float] = defaultdict(float)
+        for (part, a), (_, b) in zip(self.marks, self.marks[1:], strict=False):
+            parts[part] += a.elapsed_time(b) / 1e3 if self.cuda else b - a
+        self.pool += [mark for _, mark in self.marks[:-1]] if self.cuda else []
+        self.marks = self.marks[-1:]
+        return parts
+
+    def peak_bytes(self) -> int:
+        """Peak memory of this rank so far: the allocator's on a GPU, the process's resident set on a CPU."""
+        if self.cuda:
+            return torch.cuda.max_memory_allocated(self.run.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def log(self, step: int, loss: float, norm: float | None, lr: float, tokens: int, scale: float, skipped: bool, **more) -> dict:
+        """Close a step: its row goes to log.jsonl with all digits and, every --log-every steps, to the screen.
+
+        norm None: not finite, the step was skipped. tokens: sequence positions of the global batch.
+        """
+        parts = self._parts()
+        seconds = sum(parts.values())
+        self.step_traffic = {op: (self.calls[op], self.bytes[op]) for op in self.calls}
+        self.bytes.clear()
+        self.calls.clear()
+        # a step that also evaluated or saved is not a slower step: those seconds stand beside, not in the rate
+        training = seconds - parts["eval"] - parts["checkpoint"]
+        rate = tokens / training
+        mfu = rate / self.run.world_size * self.flops_per_token / self.peak if self.peak else None
+        row = dict(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=tokens,
+            tok_s=rate,
+            tok_s_gpu=rate / self.run.world_size,
+            step_ms=training * 1e3,
+            mfu=mfu,
+            peak_gb=self.peak_bytes() / 1e9,
+            loss_scale=scale,
+            skipped=skipped,
+            **{f"{part}_ms": parts[part] * 1e3 for part in dict.fromkeys((*PARTS.values(), "other"))},
+            **more,
+        )
+        self.rows.append(row)
+        if self.run.rank == 0:
+            self._write(row)
+            if step % self.run.cfg.log_every == 0 or step + 1 == self.run.cfg.steps or skipped or "val_loss" in more:
+                self._print(row)
+        return row
+
+    def _write(self, row: dict) -> None:
+        if self.run.out is None:
+            return
+        if self.file is None:
+            path = Path(self.run.out, "log.jsonl")
+            # rows from this step on are of a run that ended before it saved them: they will be written again
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) < row["step"]] if path.exists() else []
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            os.replace(temporary, path)
+            self.file = open(path, "a", buffering=1)  # by line: a killed run loses none
+        self.file.write(json.dumps(row) + "\n")
+
+    def _print(self, row: dict) -> None:
+        recent = sorted(r["step_ms"] for r in self.rows[-20:])
+        left = (self.run.cfg.steps - 1 - row["step"]) * recent[len(recent) // 2] / 1e3
+        say(
+            f"step {row['step']:5d}/{self.run.cfg.steps}  loss {row['loss']:.4f}  "
+            + (f"norm {row['grad_norm']:.3f}  " if row["grad_norm"] is not None else "norm not finite: skipped  ")
+            + f"lr {row['lr']:.2e}  {row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms  "
+            + (f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else "")
+            + f"{row['peak_gb']:.1f} GB  {time.strftime('%H:%M:%S', time.gmtime(left))} left"
+            + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
+        )
+
+    def summary(self, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
+        """The closing lines: where the time went, and predicted beside measured.
+
+        memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload bytes) each.
+        """
+        rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
+        if not rows or self.run.rank:
+            return
+        total = sum(r[key] for r in rows for key in r if key.endswith("_ms") and key != "step_ms")
+        split = {part: sum(r[f"{part}_ms"] for r in rows) / total for part in dict.fromkeys((*PARTS.values(), "other"))}
+        say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items() if share >= 0.0005))
+        rates = sorted(r["tok_s_gpu"] for r in rows)
+        say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
+        for op in dict.fromkeys((*(op for op, _, _ in traffic), *self.step_traffic)):
+            sizes = [size for o, _, size in traffic if o == op]
+            (pc, pb), (mc, mb) = (len(sizes), sum(sizes)), self.step_traffic.get(op, (0, 0))
+            verdict = "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
+            say(f"{op}: predicted {pc} calls, {pb:,} bytes a step; measured {mc} calls, {mb:,} bytes: {verdict}")
+        predicted = sum(memory.values())
+        say("memory: " + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items()) + f" = {predicted / 1e9:.3f} GB predicted")
+        kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
+        say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
+
+
+def _step_of(line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return 1 << 62  # a line cut short by a crash goes
+
+
+def read_log(folder: str) -> list[dict]:
+    """Rows of a run folder's log.jsonl."""
+    return [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+
+
+def describe(config) -> dict:
+    """A dataclass as JSON-able fields."""
+    return dataclasses.asdict(config)
