@@ -1,0 +1,286 @@
+"""Data parallel training: every rank holds the whole model, sees its share of the batch, and the gradients are summed.
+
+    python train_ddp.py                                    # one process: the one-GPU script
+    torchrun --nproc_per_node=8 train_ddp.py               # 8 GPUs (or 8 CPU processes: gloo, model tiny)
+    torchrun --nproc_per_node=2 train_ddp.py --model 6b --global-batch 64 --data DIR
+    torchrun --nproc_per_node=2 train_ddp.py --allreduce ring     # train on the ring of ring_allreduce.py
+    python train_ddp.py --explain                          # memory, collectives and batch arithmetic, then exit
+    python train_ddp.py --help                             # every flag
+
+One step:
+
+    for each micro-batch:  loss = forward(x, y);  backward -> gradients of a block are added to its flat fp32 bucket
+        in the last one:   all_reduce(bucket of block i)     while backward goes on with block i-1, i-2, ...
+    all_reduce(loss sum, token count, stop flag)             3 numbers
+    norm = |all buckets|;  clip;  AdamW on the fp32 masters;  masters -> bf16 weights
+
+The idea is in the third line: a block's gradients are final as soon as backward has passed the block, so their transfer
+can run behind the rest of backward; only the first unit's, the embedding's, has nothing left to hide behind.
+
+Bytes per parameter: master 4 + moments 8 + gradient 4 + bf16 weight 2 = 18. Bytes sent per rank and step: every bucket
+once, in a ring 2 (N-1)/N x 4 P (fp32 wire) or 2 (N-1)/N x 2 P (--wire bf16). All ranks end with the same bits, since each
+sum is made once and copied, so the N updates that follow are the same update.
+
+Paper: Li et al., PyTorch Distributed, VLDB 2020 (arXiv 2006.15704).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import launch
+from checkpoint import Checkpointer, Piece
+from data import Batches, val_batches
+from launch import Run, say
+from meter import Meter, at
+from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, n_params, param_shapes, unit_names
+from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
+from ring_allreduce import central_all_reduce, ring_all_reduce
+
+
+@dataclass
+class Config(launch.Config):
+    allreduce: Literal["torch", "ring", "central"] = "torch"  # the backend's, or one of ring_allreduce.py, without overlap
+
+
+# --- the idea ---------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """One unit's weights, optimizer state and gradients as flat buffers; the unit's parameters are views of `weights`."""
+
+    def __init__(self, unit: FlatUnit, run: Run):
+        self.unit = unit
+        self.master = torch.empty(unit.padded, dtype=run.master_dtype, device=run.device)
+        for name in unit.shapes:
+            init_range(unit.view(self.master, name).flatten(), name, 0, run.model_cfg, run.cfg.seed)
+        # in float32 and float64 the master is what the model computes with
+        self.weights = self.master if run.dtype == run.master_dtype else self.master.to(run.dtype)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.grad = torch.zeros_like(self.master)  # sum over micro-batches, then over ranks
+        self.arrived = 0  # parameters whose gradient of this micro-batch is in
+        self.local_norm: Tensor | None = None
+        self.work: dist.Work | None = None
+        self.wire: Tensor = self.grad
+
+
+class DataParallel:
+    """Sums gradients over the ranks of run.group, bucket by bucket, while backward runs."""
+
+    def __init__(self, model: GPT, run: Run):
+        self.run, self.cfg = run, run.cfg
+        shapes = param_shapes(run.model_cfg)
+        self.buckets: dict[str, Bucket] = {}
+        for unit, names in unit_names(run.model_cfg).items():
+            bucket = self.buckets[unit] = Bucket(flat_unit(unit, {n: shapes[n] for n in names}), run)
+            for name in names:
+                param = model.set_param(name, bucket.unit.view(bucket.weights, name))
+                # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
+                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: self.grad_ready(b, n, p))
+        self.first_micro = self.last_micro = True
+
+    def grad_ready(self, bucket: Bucket, name: str, param: torch.nn.Parameter) -> None:
+        """Move one gradient into its bucket and, in the last micro-batch, send the bucket once it is complete."""
+        into = bucket.unit.view(bucket.grad, name)
+        # bf16 gradient added in fp32; the first micro-batch overwrites, which saves clearing 4 bytes per parameter
+        into.copy_(param.grad) if self.first_micro else into.add_(param.grad)
+        param.grad = None  # at most two blocks' bf16 gradients are alive
+        bucket.arrived += 1
+        if bucket.arrived == len(bucket.unit.shapes):
+            bucket.arrived = 0
+            if self.last_micro and self.cfg.overlap:
+                self.all_reduce(bucket)
+
+    def all_reduce(self, bucket: Bucket) -> None:
+        """Start summing a bucket over the ranks; finish() waits."""
+        bucket.local_norm = torch.linalg.vector_norm(bucket.grad)  # before it is mixed: whose gradient was not finite?
+        narrow = self.cfg.wire == "bf16" and bucket.grad.dtype == torch.float32
+        bucket.wire = bucket.grad.bfloat16() if narrow else bucket.grad
+        with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
+            if self.cfg.allreduce == "torch":
+                bucket.work = dist.all_reduce(bucket.wire, group=self.run.group, async_op=True)
+            elif self.cfg.allreduce == "ring":
+                ring_all_reduce(bucket.wire, group=self.run.group, fp32_partials=narrow)
+            else:
+                central_all_reduce(bucket.wire, group=self.run.group)
+
+    def finish(self) -> None:
+        """Wait until every bucket holds the sum over all ranks."""
+        for bucket in reversed(self.buckets.values()):  # the order in which backward completed them
+            if not self.cfg.overlap:
+                self.all_reduce(bucket)
+            if bucket.work is not None:
+                with at("wait", bucket.unit.name):
+                    bucket.work.wait()  # on a GPU: the compute stream waits, not the host
+            if bucket.wire is not bucket.grad:
+                bucket.grad.copy_(bucket.wire)
+            bucket.work, bucket.wire = None, bucket.grad
+
+    def grad_norm(self) -> float:
+        """Norm of the summed gradient; the buckets are bit-equal on all ranks, so the norm is, with nothing to send."""
+        norms = [torch.linalg.vector_norm(bucket.grad) for bucket in self.buckets.values()]
+        return torch.linalg.vector_norm(torch.stack(norms).double()).item()
+
+    def culprit(self) -> str:
+        """Collective: which parameter's gradient is not finite, and which rank brought it."""
+        bad = [b for b in self.buckets.values() if not torch.isfinite(b.local_norm)]
+        mine = next((n for b in bad for n in b.unit.shapes if not b.unit.view(b.grad, n).isfinite().all()), None)
+        found = [f"{name} on rank {rank}" for rank, name in enumerate(self.run.everyone(mine)) if name]
+        return ", ".join(found) or "the sum over the ranks"
+
+    def adamw_step(self, update: int, lr: float, factor: float) -> None:
+        """AdamW on every rank alike, with gradients times `factor`."""
+        for bucket in self.buckets.values():
+            if factor != 1:
+                bucket.grad.mul_(factor)
+            adamw_step(bucket.master, bucket.grad, bucket.exp_avg, bucket.exp_avg_sq, bucket.unit.decay, update, lr, self.cfg)
+            if bucket.weights is not bucket.master:
+                bucket.weights.copy_(bucket.master)
+
+    def pieces(self) -> dict[str, Piece]:
+        """The training state by name, for checkpoint.py: all of it on every rank, which then writes its share."""
+        found: dict[str, Piece] = {}
+        for b in self.buckets.values():
+            for prefix, flat in (("", b.master), ("exp_avg.", b.exp_avg), ("exp_avg_sq.", b.exp_avg_sq)):
+                found |= b.unit.pieces(prefix, flat)
+        return found
+
+    def masters_changed(self) -> None:
+        """After a load: bring the compute weights up to date."""
+        for bucket in self.buckets.values():
+            bucket.weights.copy_(bucket.master)
+
+
+def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
+    P, master, compute = n_params(run.model_cfg), run.master_dtype.itemsize, run.dtype.itemsize
+    shapes = param_shapes(run.model_cfg)
+    sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in unit_names(run.model_cfg).items()}
+    wire = 2 if run.cfg.wire == "bf16" and master == 4 else master
+    memory = {
+        "master weights": master * P,
+        "moments": 2 * master * P,
+        "gradients": master * P,
+        "compute weights": 0 if compute == master else compute * P,
+        "activations": activation_bytes(run.model_cfg, run.cfg.micro_batch, compute, run.cfg.recompute),
+        "gradients in passing": compute * max(sizes.values()),
+    }
+    traffic = [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
+    return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24)]
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+# [same in every train_*.py
+@torch.no_grad()
+def evaluate(run: Run, model: GPT) -> float:
+    """Mean loss over the validation windows, each counted once however many ranks score them."""
+    cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
+    batches = val_batches(
+        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+    )
+    for x, y, _ in batches:
+        x, y = x.to(run.device), y.to(run.device)
+        total += torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
+    dist.all_reduce(total, group=run.group)
+    return (total[0] / total[1]).item()
+
+
+# same]
+
+
+def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
+    """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
+    run = launch.start(cfg, __file__, group)
+    cfg = run.cfg
+    memory, traffic = predict(run)
+    if cfg.explain:
+        launch.explain(run, memory, traffic)
+        return []
+
+    model = GPT(run.model_cfg, cfg.recompute)
+    ddp = DataParallel(model, run)
+    model.set_buffers(run.dtype, run.device)
+    if cfg.compile:
+        model.compile_blocks()
+
+    # [same in every train_*.py
+    scaler = LossScaler(cfg)
+    saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
+    start, updates = launch.resume(run, saver, ddp, scaler)
+    batches = Batches(
+        run.tokens,
+        seq_len=cfg.seq_len,
+        global_batch=cfg.global_batch,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        seed=cfg.seed,
+        start_step=start,
+        steps=cfg.steps,
+        workers=cfg.workers,
+        device=run.device,
+        vocab_size=cfg.vocab_size,
+    )
+    nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
+    # same]
+
+    with Meter(run, flops_per_token(run.model_cfg)) as meter:
+        for step in range(start, cfg.steps):
+            facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
+            scale = scaler.scale
+            for micro in range(run.accum):
+                x, y, sample = batches.next()
+                launch.log_samples(run, step, sample)
+                ddp.first_micro, ddp.last_micro = micro == 0, micro == run.accum - 1
+                with at("forward"):
+                    keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
+                    loss = model(x, y, keys)  # a sum: what it must be divided by is known once all ranks have counted
+                with at("backward"):
+                    (loss * (scale / nominal)).backward()  # buckets leave from in here, in the last micro-batch
+                facts[:2] += torch.stack([loss.detach().double(), (y != IGNORE).sum().double()])
+            ddp.finish()
+
+            # [same in every train_*.py
+            facts[2] = launch.stop_signal()
+            with at("all_reduce", "loss, tokens, stop", facts.nbytes):
+                dist.all_reduce(facts, group=run.group)
+            loss_sum, n_valid, stop = facts.tolist()
+            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            lr = lr_at(updates, cfg)
+            # same]
+
+            with at("optimizer"):
+                norm = ddp.grad_norm() * to_mean
+                finite = math.isfinite(norm)
+                scaler.update(finite, "" if finite else ddp.culprit())
+                if finite:  # else all ranks skip: they hold the same norm
+                    ddp.adamw_step(updates, lr, gradient_factor(norm, cfg.clip) * to_mean)
+                    updates += 1
+
+            # [same in every train_*.py
+            done = step + 1
+            more = {}
+            if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
+                with at("eval"):
+                    more["val_loss"] = evaluate(run, model)
+            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+                saver.save(done, ddp.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+            if stop:
+                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                break
+        saver.wait()
+        batches.close()
+        meter.summary(memory, traffic)
+    return meter.rows
+    # same]
+
+
+if __name__ == "__main__":
+    launch.run_script(main, Config, __doc__)
