@@ -8,9 +8,6 @@ first, and an exit code.
 
 import dataclasses
 import datetime
-import difflib
-import hashlib
-import inspect
 import json
 import os
 import re
@@ -23,7 +20,6 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # at 95 % of the card, fragments are what does not fit
 
@@ -31,183 +27,14 @@ import torch  # noqa: E402  (after the line above: the allocator reads it once)
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
+from data import Tokens, ensure_corpus, has_val, open_tokens  # noqa: E402
+from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help  # noqa: E402
+from meter import say  # noqa: E402
+from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params  # noqa: E402
 
-class UserError(Exception):
-    """Something the user can put right: shown as one line, exit code 2."""
-
-
-@dataclass
-class Config:
-    """The flags all training scripts share; a script's own Config adds its few. The comment behind a field is its --help text."""
-
-    model: str = ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
-    vocab_size: int = 0  # token ids the model knows [the size's; tiny: the data's]
-    seq_len: int = 0  # tokens per sequence [the size's]
-    global_batch: int = 0  # sequences per step over all ranks; accumulation follows from it [by size]
-    micro_batch: int = 0  # sequences per forward and backward pass of one rank [the size's, lowered until it divides]
-    steps: int = 0  # optimizer steps of the whole run [by size]
-    lr: float = 0.0  # peak learning rate [by size]
-    min_lr: float = -1.0  # where the cosine ends [lr / 10]
-    warmup_steps: int = -1  # steps of linear warm-up [by size]
-    weight_decay: float = 0.1  # on matrices and embeddings; norms are not decayed
-    beta1: float = 0.9  # AdamW's average of gradients
-    beta2: float = 0.95  # AdamW's average of squared gradients
-    eps: float = 1e-8  # AdamW's guard against division by zero
-    clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    dropout: float = 0.0  # probability of zeroing a channel of what embedding and block halves add
-    dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
-        ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
-    )
-    loss_scale: float = 0.0  # float16: constant factor on the loss; 0: dynamic
-    scale_power: int = 16  # float16: the dynamic factor starts at 2 to this
-    scale_window: int = 1000  # float16: good steps before the factor doubles
-    scale_hysteresis: int = 1  # float16: overflows before it halves
-    scale_min: float = 1.0  # float16: never below this
-    seed: int = 1337  # of weights, order of the data and dropout
-    data: str = ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
-    workers: int = 1  # loader processes per rank; 0: load in the training process
-    out: str = ""  # run folder: config, log, checkpoints [runs/SCRIPT-DATE]
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
-    save_every: int = 500  # steps between checkpoints, one more at the end; 0: none at all
-    keep_last: int = 2  # newest checkpoints kept
-    eval_every: int = 200  # steps between evaluations, one more at the end; 0: none at all
-    eval_windows: int = 256  # validation sequences scored, the same first ones each time; 0: all
-    resume: str = "auto"  # auto: go on from the newest checkpoint in a given --out; never; or a checkpoint's path
-    init_from: str = ""  # start a new run from the weights of a checkpoint or a Hugging Face Llama folder
-    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing: compute again in backward instead of keeping
-    compile: bool | None = None  # torch.compile each block [on GPU only]
-    hang_timeout: int = 600  # seconds a rank may wait for another before the job ends
-    log_every: int = 10  # steps between lines on the screen; log.jsonl has every step
-    log_samples: bool = False  # write the sample ids of each step and rank into the run folder
-    check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
-    deterministic: bool = False  # bit-equal repeats on a GPU, slower
-    tie: bool | None = None  # share the embedding with the output head [the size's]
-    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel
-    overlap: bool = True  # send gradients while backward still runs
-    profile: bool = False  # write a torch profiler trace of a few steps into the run folder
-    explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
-
-
-BY_SIZE = {  # global batch, micro-batch, steps, lr, warm-up
-    "tiny": (64, 16, 500, 4e-3, 50),
-    "124m": (512, 16, 5000, 6e-4, 200),
-    "350m": (512, 8, 10000, 3e-4, 500),
-    "1b": (256, 4, 20000, 3e-4, 500),
-    "3b": (256, 4, 20000, 3e-4, 1000),
-    "6b": (256, 4, 20000, 3e-4, 1000),
-    "7b": (256, 2, 20000, 3e-4, 1000),
-    "13b": (256, 1, 20000, 2e-4, 1000),
-}
-ELSEWHERE = {  # what other tools call it -> what does it here
-    "gradient-accumulation-steps": "--global-batch (accumulation follows from it and --micro-batch)",
-    "batch-size": "--global-batch (sequences per step over all ranks) and --micro-batch (per pass)",
-    "train-batch-size": "--global-batch",
-    "per-device-train-batch-size": "--micro-batch",
-    "micro-batch-size": "--micro-batch",
-    "global-batch-size": "--global-batch",
-    "bf16": "--dtype bfloat16",
-    "fp16": "--dtype float16",
-    "mixed-precision": "--dtype",
-    "gradient-checkpointing": "--recompute full",
-    "activation-checkpointing": "--recompute full",
-    "num-workers": "--workers",
-    "learning-rate": "--lr",
-    "max-steps": "--steps",
-    "max-iters": "--steps",
-    "train-iters": "--steps",
-    "block-size": "--seq-len",
-    "seq-length": "--seq-len",
-    "grad-clip": "--clip",
-    "max-grad-norm": "--clip",
-    "clip-grad": "--clip",
-    "warmup-iters": "--warmup-steps",
-    "output-dir": "--out",
-    "dataset": "--data",
-    "data-path": "--data",
-    "save-interval": "--save-every",
-    "eval-interval": "--eval-every",
-    "log-interval": "--log-every",
-    "zero-stage": "--stage (train_zero.py)",
-    "deepspeed-config": "--deepspeed (train_zero.py)",
-    "tensor-model-parallel-size": "--tp (train_tp.py)",
-    "pipeline-model-parallel-size": "--pp (train_pipe.py)",
-    "resume-from-checkpoint": "--resume",
-    "local-rank": "nothing: torchrun sets LOCAL_RANK",
-}
-DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """Field name -> the comment behind it in the source of the dataclass and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            for match in re.finditer(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.M):
-                found[match[1]] = match[2]
-    return found
-
-
-def parse_flags(cls: type, argv: list[str]):
-    """`--micro-batch 4`, `--micro-batch=4`, `--compile`, `--no-compile` -> an instance of the Config dataclass `cls`.
-
-    Raises UserError for unknown names (with the nearest, or what does it here), and for values of the wrong kind.
-    """
-    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    values: dict[str, object] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise UserError(f"unexpected argument {word!r}: flags look like --micro-batch 4")
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("_", "-")
-        field = fields.get(name) or (fields.get(name[3:]) if name.startswith("no-") else None)
-        if field is None:
-            here = ELSEWHERE.get(name)
-            near = difflib.get_close_matches(name, fields, 1, 0.6)
-            hint = f"here it is {here}" if here else f"did you mean --{near[0]}?" if near else "see --help"
-            raise UserError(f"unknown flag --{name}: {hint}")
-        if hints[field.name] in (bool, bool | None):
-            if equals:
-                raise UserError(f"--{name} takes no value; write --{field.name} or --no-{field.name}".replace("_", "-"))
-            values[field.name] = not name.startswith("no-") or name in fields
-            continue
-        if name not in fields:
-            raise UserError(f"--{name}: {name[3:]} is not an on/off flag")
-        if not equals:
-            if not rest:
-                raise UserError(f"--{name} needs a value")
-            value = rest.pop(0)
-        values[field.name] = _value(name, value, hints[field.name])
-    return cls(**values)
-
-
-def _value(name: str, text: str, kind: object) -> object:
-    if typing.get_origin(kind) is Literal:
-        text = DTYPES.get(text, text) if name == "dtype" else text
-        allowed = [a for a in typing.get_args(kind) if a]
-        if text not in map(str, allowed):
-            raise UserError(f"--{name} {text}: allowed are {', '.join(map(str, allowed))}")
-        return next(a for a in allowed if str(a) == text)
-    try:
-        value = kind(text)  # type: ignore[operator]
-    except ValueError:
-        raise UserError(f"--{name} {text}: expected {'a whole number' if kind is int else 'a number'}") from None
-    if isinstance(value, float) and value != value:
-        raise UserError(f"--{name} {text}: expected a number")
-    return value
-
-
-def print_help(cls: type, doc: str) -> None:
-    print(doc.strip() + "\n\nFlags (default in brackets where it depends on the size or the machine):")
-    texts = field_help(cls)
-    for f in dataclasses.fields(cls):
-        default = "" if f.default in ("", None) else f"  (default {f.default})"
-        print(f"  --{f.name.replace('_', '-'):20s} {texts[f.name]}{default}")
+# torch 2.13 renamed the two; 2.11 has the old names only
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -222,16 +49,17 @@ class Run:
     world_size: int
     device: torch.device
     dtype: torch.dtype
-    group: object  # for tensors on the device
-    control: object  # gloo, for Python objects
-    model_cfg: object  # model.ModelConfig
-    tokens: object  # data.Tokens
-    val_tokens: object  # data.Tokens or None
+    group: dist.ProcessGroup | None  # for tensors on the device; None: all ranks
+    control: dist.ProcessGroup | None  # gloo, for Python objects
+    model_cfg: ModelConfig
+    tokens: Tokens
+    val_tokens: Tokens | None
     dp: int  # data-parallel size
     dp_rank: int  # which share of the batch is this rank's
     accum: int  # micro-batches per rank and step
     out: str | None  # run folder
     script: str
+    counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -243,12 +71,6 @@ class Run:
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
-
-
-def say(text: str) -> None:
-    """A line on the screen, from rank 0 only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 _signal: int = 0
@@ -324,30 +146,12 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
 
 
-def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:
-    """Micro-batches per rank and step. Raises UserError with the nearest batches that divide."""
-    if global_batch < 1 or micro_batch < 1:
-        raise UserError(f"--global-batch {global_batch}, --micro-batch {micro_batch}: both must be 1 or more")
-    per_pass = micro_batch * dp
-    if global_batch % per_pass:
-        below, above = global_batch // per_pass * per_pass, -(-global_batch // per_pass) * per_pass
-        near = " or ".join(str(v) for v in (below, above) if v)
-        raise UserError(
-            f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch} x {dp} data-parallel ranks = {per_pass}; "
-            f"nearest that are: {near}"
-        )
-    return global_batch // per_pass
-
-
-def start(cfg: Config, script: str, group: object = None, model_parallel: int = 1) -> Run:
+def start(cfg: Config, script: str, group: dist.ProcessGroup | None = None, model_parallel: int = 1) -> Run:
     """Check everything and fill in every default; collective over `group` (the whole job when None).
 
-    model_parallel: ranks that share one batch (tensor x pipeline parallel); the others are data parallel.
+    model_parallel: neighbouring ranks that share one batch (tensor or pipeline parallel), 0: all; the others are data parallel.
     Raises UserError, the same on every rank, before anything is built.
     """
-    from data import ensure_corpus, has_val, open_tokens  # here: these files import UserError from this one
-    from model import SIZES, check_config, load_config
-
     cfg = dataclasses.replace(cfg)
     device = pick_device(cfg)
     if not dist.is_initialized():
@@ -356,7 +160,7 @@ def start(cfg: Config, script: str, group: object = None, model_parallel: int = 
     control = group
     if device.type == "cuda":
         control = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
-    run = Run(cfg, rank, world_size, device, torch.float32, group, control, None, None, None, 1, 0, 1, None, Path(script).stem)
+    run = Run(cfg, rank, world_size, device, torch.float32, group, control, None, None, None, 1, 0, 1, None, Path(script).stem)  # type: ignore
 
     differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(c, f.name)) for c in run.everyone(cfg)}) > 1]
     if differing:
@@ -365,9 +169,10 @@ def start(cfg: Config, script: str, group: object = None, model_parallel: int = 
     cfg.model = cfg.model or ("tiny" if device.type == "cpu" else "124m")
     size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - load_config(cfg.model).n_embd))
     batch, micro, steps, lr, warmup = BY_SIZE[size]
-    if world_size % model_parallel or model_parallel < 1:
+    model_parallel = model_parallel or world_size
+    if model_parallel < 0 or world_size % model_parallel:
         raise UserError(f"tp*pp={model_parallel} does not divide the world of {world_size} ranks")
-    run.dp, run.dp_rank = world_size // model_parallel, rank // model_parallel  # ranks that share a batch are neighbours
+    run.dp, run.dp_rank = world_size // model_parallel, rank // model_parallel
     cfg.global_batch = cfg.global_batch or batch
     if not cfg.micro_batch:
         share = cfg.global_batch // run.dp
@@ -525,8 +330,6 @@ def git_commit() -> str | None:
 
 
 def _banner(run: Run) -> None:
-    from model import flops_per_token, n_params
-
     cfg = run.cfg
     per_step = cfg.global_batch * cfg.seq_len
     windows = run.tokens.n_windows(cfg.seq_len)
@@ -711,19 +514,3 @@ def _report(error: BaseException) -> None:
         print(f"rank {rank}: {text}" if dist.is_initialized() and dist.get_world_size() > 1 else text, file=sys.stderr, flush=True)
     elif not (isinstance(error, UserError) and first[2] == summary):
         print(f"rank {rank} stopped because rank {first[0]} failed: {first[1]}: {first[2]}", file=sys.stderr, flush=True)
-
-
-def run_cli(main: Callable[[], None]) -> None:
-    """Frame of a command-line tool: a UserError becomes one line and exit code 2, Ctrl-C a quiet 130."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def config_hash(value: object) -> str:
-    """A short fingerprint of a JSON-able value."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()

@@ -20,11 +20,15 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from launch import Run, UserError, say
+from flags import UserError
+
+if TYPE_CHECKING:
+    from launch import Run
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv")
 PARTS = {  # operation -> part of the step's time
@@ -71,6 +75,12 @@ def at(op: str, what: str = "", nbytes: int = 0):
         meter._leave()
 
 
+def say(text: str) -> None:
+    """A line on the screen, from rank 0 only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def peak_flops(device: torch.device) -> float | None:
     """bf16 peak of this GPU; None for hardware the table does not know: no MFU rather than a wrong one."""
     if device.type != "cuda":
@@ -82,7 +92,7 @@ def peak_flops(device: torch.device) -> float | None:
 class Meter:
     """Measures a run while it is entered; log() closes a step and returns its row, summary() closes the run."""
 
-    def __init__(self, run: Run, flops_per_token: int):
+    def __init__(self, run: "Run", flops_per_token: int):
         self.run, self.flops_per_token = run, flops_per_token
         self.cuda = run.device.type == "cuda"
         self.peak = peak_flops(run.device)

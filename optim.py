@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from checkpoint import Piece, flat_piece
-from launch import UserError
+from flags import UserError
 
 
 def lr_at(update: int, cfg) -> float:

@@ -25,6 +25,7 @@ Paper: Li et al., PyTorch Distributed, VLDB 2020 (arXiv 2006.15704).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,8 +36,8 @@ from torch import Tensor
 import launch
 from checkpoint import Checkpointer, Piece
 from data import Batches, val_batches
-from launch import Run, say
-from meter import Meter, at
+from launch import Run
+from meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, n_params, param_shapes, unit_names
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from ring_allreduce import central_all_reduce, ring_all_reduce
@@ -50,14 +51,19 @@ class Config(launch.Config):
 # --- the idea ---------------------------------------------------------------------------------------------------------
 
 
+def init_whole(out: Tensor, name: str, run: Run) -> None:
+    """Initial values of the whole parameter `name`; train_tp.py makes its slices instead."""
+    init_range(out.flatten(), name, 0, run.model_cfg, run.cfg.seed)
+
+
 class Bucket:
     """One unit's weights, optimizer state and gradients as flat buffers; the unit's parameters are views of `weights`."""
 
-    def __init__(self, unit: FlatUnit, run: Run):
+    def __init__(self, unit: FlatUnit, run: Run, init: Callable[[Tensor, str, Run], None] = init_whole):
         self.unit = unit
         self.master = torch.empty(unit.padded, dtype=run.master_dtype, device=run.device)
         for name in unit.shapes:
-            init_range(unit.view(self.master, name).flatten(), name, 0, run.model_cfg, run.cfg.seed)
+            init(unit.view(self.master, name), name, run)
         # in float32 and float64 the master is what the model computes with
         self.weights = self.master if run.dtype == run.master_dtype else self.master.to(run.dtype)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
@@ -69,13 +75,16 @@ class Bucket:
 
 
 class DataParallel:
-    """Sums gradients over the ranks of run.group, bucket by bucket, while backward runs."""
+    """Sums gradients over the ranks of `group`, bucket by bucket, while backward runs.
 
-    def __init__(self, model: GPT, run: Run):
-        self.run, self.cfg = run, run.cfg
+    units: the parameters held here by unit, group: the ranks that hold the same; by default the whole model, and all ranks.
+    """
+
+    def __init__(self, model: GPT, run: Run, units: dict[str, list[str]] | None = None, group: dist.ProcessGroup | None = None):
+        self.run, self.cfg, self.group = run, run.cfg, group or run.group
         shapes = param_shapes(run.model_cfg)
         self.buckets: dict[str, Bucket] = {}
-        for unit, names in unit_names(run.model_cfg).items():
+        for unit, names in (units or unit_names(run.model_cfg)).items():
             bucket = self.buckets[unit] = Bucket(flat_unit(unit, {n: shapes[n] for n in names}), run)
             for name in names:
                 param = model.set_param(name, bucket.unit.view(bucket.weights, name))
@@ -102,11 +111,11 @@ class DataParallel:
         bucket.wire = bucket.grad.bfloat16() if narrow else bucket.grad
         with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
             if self.cfg.allreduce == "torch":
-                bucket.work = dist.all_reduce(bucket.wire, group=self.run.group, async_op=True)
+                bucket.work = dist.all_reduce(bucket.wire, group=self.group, async_op=True)
             elif self.cfg.allreduce == "ring":
-                ring_all_reduce(bucket.wire, group=self.run.group, fp32_partials=narrow)
+                ring_all_reduce(bucket.wire, group=self.group, fp32_partials=narrow)
             else:
-                central_all_reduce(bucket.wire, group=self.run.group)
+                central_all_reduce(bucket.wire, group=self.group)
 
     def finish(self) -> None:
         """Wait until every bucket holds the sum over all ranks."""
@@ -186,7 +195,7 @@ def evaluate(run: Run, model: GPT) -> float:
     )
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
-        total += torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
+        total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
     dist.all_reduce(total, group=run.group)
     return (total[0] / total[1]).item()
 

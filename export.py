@@ -1,0 +1,301 @@
+"""To and from Hugging Face Llama: the same tensors under other names.
+
+    python export.py to-hf runs/NAME llama/                          # the newest checkpoint of a run, or a step_... folder
+    python export.py to-hf runs/NAME/ckpt/step_00001000 llama/ --dtype bfloat16
+    torchrun --nproc_per_node=8 train_zero.py --model llama/config.json --init-from llama/      # and back
+
+The folder loads with transformers.AutoModelForCausalLM.from_pretrained and gives the same logits. Needs the safetensors package.
+
+The lesson: a model on disk is a list of names and shapes, and every silent failure of loading is a name that was skipped. So both
+directions go by one table, and both stop unless the names and shapes found are exactly those the configuration asks for: a ZeRO-3
+placeholder of size 0, a wrapper's prefix or a forgotten head cannot pass. Nothing is permuted: model.py pairs rotary channels (i, i + hd/2)
+as Hugging Face does, not (2i, 2i + 1) as Meta's original files do.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import tiktoken
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint import Checkpointer, Piece, describe, read_meta, steps, whole_piece
+from data import load_tokenizer
+from flags import UserError, run_cli
+from model import ModelConfig, load_config, param_shapes
+
+FILE_BYTES = 5_000_000_000  # of tensors in one file: what an export needs in host memory, and the size the hub asks for
+OUTER = {"tok_emb": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "wq": "self_attn.q_proj",
+    "wk": "self_attn.k_proj",
+    "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "w_gate": "mlp.gate_proj",
+    "w_up": "mlp.up_proj",
+    "w_down": "mlp.down_proj",
+}
+WRAPPERS = ("model", "module", "_orig_mod")  # name parts that say who held the model, not what is in it; a bare LlamaModel has none
+FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling: anything else is quantised, and a copy would not be the weight
+
+
+def hf_name(name: str) -> str:
+    """blocks.3.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
+    *block, module, leaf = name.split(".")
+    return f"model.layers.{block[1]}.{INNER[module]}.{leaf}" if block else f"{OUTER[module]}.{leaf}"
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("Hugging Face folders need the safetensors package: pip install safetensors") from None
+    return safetensors
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder. Raises UserError where there is none, or the index names one that is not there."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is no index of safetensors files ({error!r})") from None
+    elif (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif pickles := [p.name for p in sorted(path.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]:
+        raise UserError(f"{path / pickles[0]} is refused: a pickle can run code while it loads; only safetensors are read")
+    else:
+        raise UserError(f"{path} holds neither model.safetensors nor model.safetensors.index.json, found {sorted(os.listdir(path))[:8]}")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            raise UserError(f"{index} names the file {name!r}, which is not in {path}")
+    return [path / name for name in names]
+
+
+def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) -> None:
+    """Fill the boxes of `pieces` (by our names, any float dtype, any device) in place from a Hugging Face Llama folder.
+
+    Reads only what the boxes cover, but compares every name and shape of the folder with model_cfg first. Raises UserError, before
+    anything is filled: another model; tensors missing, left over, wrong in shape or quantised, all in one line; pickles; damaged files.
+    """
+    path, safetensors = Path(path), _safetensors()
+    there = load_config(str(path / "config.json"))
+    free = ("seq_len", "dropout")  # no weight depends on them
+    differ = [f.name for f in dataclasses.fields(there) if f.name not in free and getattr(there, f.name) != getattr(model_cfg, f.name)]
+    if differ:
+        what = ", ".join(f"{key} is {getattr(there, key)} there, {getattr(model_cfg, key)} here" for key in differ)
+        raise UserError(f"{path} is another model: {what}; --model {path}/config.json takes all from there")
+
+    files, found, problems = {}, {}, []
+    for file in _files(path):
+        try:
+            files[file] = safetensors.safe_open(file, framework="pt")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged: {error}") from None
+        for name in files[file].keys():  # noqa: SIM118 (no dict)
+            if _bare(name) in found:
+                problems.append(f"twice: {name}")
+            found[_bare(name)] = (name, file, files[file].get_slice(name))
+    for name in [n for n in found if n.endswith("rotary_emb.inv_freq")]:
+        del found[name]  # Llama-2 era files carry the table that rope_theta gives
+    wanted = {_bare(hf_name(name)): shape for name, shape in param_shapes(model_cfg).items()}
+    if model_cfg.tie and "lm_head.weight" in found:  # some writers store a tied head all the same
+        head, embedding = found.pop("lm_head.weight")[2], found.get("embed_tokens.weight", (None, None, None))[2]
+        if embedding is not None and not torch.equal(head[:], embedding[:]):
+            problems.append("lm_head.weight differs from embed_tokens.weight, which config.json says are one")
+    if missing := [name for name in wanted if name not in found]:
+        problems.append("missing: " + _some(missing))
+    if left := [found[name][0] for name in found if name not in wanted]:
+        problems.append("left over: " + _some(left))
+    for name in wanted.keys() & found.keys():
+        stored, shape, dtype = found[name][0], tuple(found[name][2].get_shape()), found[name][2].get_dtype()
+        if shape != wanted[name]:
+            problems.append(f"{stored} has shape {shape}, expected {wanted[name]}")
+        if dtype not in FLOATS:
+            problems.append(f"{stored} is {dtype}, allowed are {', '.join(FLOATS)}")
+    if problems:
+        raise UserError(f"{path}: {'; '.join(problems[:20])}")
+
+    for name, piece in pieces.items():
+        for offsets, box in piece.boxes:
+            part = found[_bare(hf_name(name))][2][tuple(slice(o, o + n) for o, n in zip(offsets, box.shape))]
+            box.copy_(part)  # into the box's dtype: bf16 files fill fp32 masters exactly
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint or Hugging Face folder as it is; of a run folder its newest complete checkpoint. Raises UserError if it is none."""
+    path = Path(path)
+    if (path / "ckpt").is_dir():
+        complete = [step for step in steps(path / "ckpt") if (step / "checksums.json").is_file()]
+        if not complete:
+            raise UserError(f"{path}/ckpt holds no complete checkpoint")
+        return complete[-1]
+    if not (path / "meta.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(f"{path} is no run folder, no checkpoint (step_... folder) and no Hugging Face Llama folder")
+    return path
+
+
+def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
+    """Check one of our checkpoints, every byte and every weight's shape; returns its model and a function that reads one whole tensor by
+    name, on the CPU in the dtype it was saved in. One process, any layout it was saved under. Raises UserError."""
+    meta, saved = read_meta(path), describe(path)
+    try:
+        cfg = ModelConfig(**meta["model"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path / 'meta.json'}: no model of this version in it ({error})") from None
+    shapes = param_shapes(cfg)
+    weights = {name: piece for name, piece in saved.items() if not name.startswith(("exp_avg.", "exp_avg_sq."))}
+    problems = [f"missing: {_some(m)}"] if (m := [n for n in shapes if n not in weights]) else []
+    problems += [f"left over: {_some(m)}"] if (m := [n for n in weights if n not in shapes]) else []
+    problems += [f"{n} has shape {p.shape}, expected {shapes[n]}" for n, p in weights.items() if n in shapes and p.shape != shapes[n]]
+    if problems:
+        raise UserError(f"{path} does not fit the model in its meta.json: {'; '.join(problems[:20])}")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as elsewhere:  # a Checkpointer writes into its folder, and this checkpoint may be read-only
+        saver = Checkpointer(elsewhere)
+    saver.load(path, saved)  # pieces without boxes: every file is hashed, no tensor is read
+    saver.intact.add(path.resolve())  # so that the files are not hashed again for each tensor
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(saved[name].shape, dtype=saved[name].dtype)
+        saver.load(path, saved | {name: whole_piece(tensor)})
+        return tensor
+
+    return cfg, read
+
+
+def tokenizer_of(path: Path) -> str | None:
+    """Tokenizer of a checkpoint's corpus, from the run folder around it; of an export, from its config.json. None: unknown or foreign."""
+    ours = (path / "meta.json").is_file()
+    file = path.resolve().parents[1] / "config.json" if ours else path / "config.json"
+    try:
+        facts = json.loads(file.read_text())
+        name = facts["data"]["tokenizer"] if ours else facts["tiktoken_encoding"]
+    except (OSError, ValueError, KeyError, TypeError):  # a checkpoint that was moved: any file may lie there, or none
+        return None
+    return name if name in ("bytes", *tiktoken.list_encoding_names()) else None  # "ids", "characters": nothing here can spell them
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
+    """config.json of a Hugging Face Llama. Our one extra key, tiktoken_encoding, tells sample.py how to spell its tokens."""
+    end = None
+    if tokenizer:
+        try:
+            end = load_tokenizer(tokenizer).eot_token
+        except UserError as error:  # no network: the weights are right all the same
+            print(f"note: end-of-text id unknown, {error}")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": cfg.n_layer,
+        "num_attention_heads": cfg.n_head,
+        "num_key_value_heads": cfg.n_kv_head,
+        "head_dim": cfg.head_dim,
+        "hidden_size": cfg.n_embd,
+        "intermediate_size": cfg.n_ff,
+        "hidden_act": "silu",
+        "vocab_size": cfg.vocab_size,
+        "max_position_embeddings": cfg.seq_len,
+        "rope_theta": cfg.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},  # where transformers 5 looks for it
+        "rms_norm_eps": cfg.norm_eps,
+        "tie_word_embeddings": cfg.tie,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": end,  # documents are separated by it; null, not left out: Llama's defaults 1 and 2 are ordinary tokens here
+        "eos_token_id": end,
+        "torch_dtype": dtype,
+        "tiktoken_encoding": tokenizer,
+    }
+
+
+def to_hf(path: Path, out: Path, dtype: str) -> int:
+    """Write checkpoint `path` as the Hugging Face Llama folder `out`, in dtype "float32" or "bfloat16"; returns bytes of tensors.
+
+    Tensor by tensor: host memory for one file of FILE_BYTES and one tensor, whatever the model's size. `out` appears complete or not at
+    all: what was written is read back and compared with the model first. Raises UserError.
+    """
+    safetensors = _safetensors()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: choose another name")
+    if not (path / "meta.json").is_file():
+        raise UserError(f"{path} is no checkpoint (step_... folder) and no run folder with one")
+    cfg, read = open_checkpoint(path)
+    target = getattr(torch, dtype)
+    files: list[list[str]] = [[]]
+    nbytes, filled = 0, 0
+    for name, shape in param_shapes(cfg).items():
+        size = torch.Size(shape).numel() * target.itemsize
+        if files[-1] and filled + size > FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        nbytes, filled = nbytes + size, filled + size
+
+    temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    try:
+        temporary.mkdir(parents=True)
+        if (free := shutil.disk_usage(temporary).free) < nbytes:
+            raise UserError(f"{out} needs {nbytes} bytes, {free} bytes are free")
+        config = temporary / "config.json"
+        config.write_text(json.dumps(hf_config(cfg, dtype, tokenizer_of(path)), indent=1) + "\n")
+        where = {}
+        for i, names in enumerate(files):
+            file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+            tensors = {hf_name(name): read(name).to(target) for name in names}
+            safetensors.torch.save_file(tensors, temporary / file, metadata={"format": "pt"})  # transformers refuses a file without it
+            (temporary / file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
+            where |= dict.fromkeys(tensors, file)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": nbytes}, "weight_map": where}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        load_hf(temporary, {}, cfg)
+        temporary.rename(out)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {error}; it needs {nbytes} bytes") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["to-hf"])
+    parser.add_argument("checkpoint", help="a step_... folder, or a run folder: its newest one")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="float32 keeps the masters bit for bit")
+    args = parser.parse_args()
+    path = find_checkpoint(args.checkpoint)
+    nbytes = to_hf(path, args.out, args.dtype)
+    print(f"{args.out}: {path} as Hugging Face Llama, {nbytes / 1e9:.3f} GB of {args.dtype}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,153 @@
+"""Generate text from any checkpoint, of any layout, in one process.
+
+    python sample.py runs/NAME --prompt "def main("                  # the newest checkpoint of a run
+    python sample.py runs/NAME/ckpt/step_00001000 --tokens 500 --temperature 0
+    python sample.py llama/ --prompt "12 7 9"                        # a Hugging Face folder, ids where no tokenizer is known
+
+The lesson: a token's keys and values depend only on what came before it, so they are computed once and kept. One new token then costs
+2 FLOPs per weight and reads 2 x layers x KV heads x head size numbers per position kept; without the cache it would cost the whole
+context again. Positions are rotated before they are kept, so a full context cannot just drop its oldest token: its newer half is read
+again from position 0.
+"""
+
+import codecs
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint import whole_piece
+from data import encode_text, load_tokenizer
+from export import find_checkpoint, load_hf, open_checkpoint, tokenizer_of
+from flags import UserError, parse_flags, print_help, run_cli
+from launch import pick_device
+from model import GPT, check_config, load_config, mlp, param_shapes, rotate
+
+
+@dataclass
+class Config:
+    """sample.py's flags; the comment behind a field is its --help text."""
+
+    prompt: str = ""  # text to go on from; ids separated by blanks where no tokenizer is known [the start of a document]
+    tokens: int = 200  # at most so many new ones; an end-of-text ends it before
+    temperature: float = 0.8  # of the softmax; 0: always the likeliest token
+    top_k: int = 50  # draw among so many likeliest tokens; 0: among all
+    seed: int = 1  # of the draws; same seed, same text
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
+    dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = ""  # of weights and compute [bfloat16 on GPU; float32 on CPU]
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> GPT:
+    """The whole model of one of our checkpoints or of a Hugging Face Llama folder. Host memory: one tensor beside the model."""
+    ours = (path / "meta.json").is_file()
+    cfg, read = open_checkpoint(path) if ours else (load_config(str(path / "config.json")), None)
+    check_config(cfg)
+    model = GPT(cfg)
+    for name, shape in param_shapes(cfg).items():
+        model.set_param(name, read(name).to(device, dtype) if ours else torch.empty(shape, dtype=dtype, device=device))
+    if not ours:
+        load_hf(path, {name: whole_piece(param.detach()) for name, param in model.named_parameters()}, cfg)
+    model.set_buffers(dtype, device)
+    return model
+
+
+def new_cache(model: GPT) -> Tensor:
+    """Keys and values of every layer, (n_layer, 2, KV, seq_len, hd): 2 x itemsize x KV x hd bytes per layer and position."""
+    cfg, like = model.cfg, model.tok_emb.weight
+    return torch.zeros(cfg.n_layer, 2, cfg.n_kv_head, cfg.seq_len, cfg.head_dim, dtype=like.dtype, device=like.device)
+
+
+@torch.no_grad()
+def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tensor:
+    """Logits (V,) after the last of `ids`, which stand at positions past .. past + T - 1; their keys and values are added to the cache."""
+    T, end = len(ids), past + len(ids)
+    cos, sin = model.cos[past:end], model.sin[past:end]
+    seen = torch.ones(T, end, dtype=torch.bool, device=cache.device).tril(past)  # query t sees positions 0 .. past + t
+    h = model.embed(torch.tensor([ids], device=cache.device))  # (1, T, C)
+    for block, (keys, values) in zip(model.blocks, cache):
+        x = block.attn_norm(h)
+        q, k, v = (F.linear(x, w.weight).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2) for w in (block.wq, block.wk, block.wv))
+        keys[:, past:end], values[:, past:end] = rotate(k, cos, sin)[0], v[0]  # (KV, T, hd)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), keys[None, :, :end], values[None, :, :end], attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        h = h + F.linear(y.transpose(1, 2).reshape(1, T, -1), block.wo.weight)
+        h = h + mlp(block.mlp_norm(h), block.w_gate.weight, block.w_up.weight, block.w_down.weight)
+    return model.logits(h[:, -1])[0]
+
+
+def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: int | None) -> Iterator[int]:
+    """Up to cfg.tokens new ids after `prompt` (at least one id), drawn among the ids `allowed` (1-D int64); stops at `end`."""
+    draws = torch.Generator().manual_seed(cfg.seed)  # on the CPU: GPUs draw other numbers
+    cache, context = new_cache(model), model.cfg.seq_len
+    ids, new, past = list(prompt), list(prompt), 0
+    for _ in range(cfg.tokens):
+        if past + len(new) > context:
+            new, past = ids[-max(1, context // 2) :], 0
+        logits = forward_cached(model, new, cache, past).double().cpu()[allowed]
+        past += len(new)
+        if not logits.isfinite().all():
+            raise UserError(f"the logits after {len(ids)} tokens are not finite: broken weights, or --dtype float16 overflows")
+        if cfg.temperature:
+            top, places = logits.topk(min(cfg.top_k or len(logits), len(logits)))
+            place = places[torch.multinomial((top / cfg.temperature).softmax(0), 1, generator=draws)]
+        else:
+            place = logits.argmax()
+        new = [int(allowed[place])]
+        if new[0] == end:
+            return
+        ids += new
+        yield new[0]
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if not words or any(word in ("-h", "--help") for word in words):
+        print_help(Config, __doc__)
+        return
+    if words[0].startswith("-"):
+        raise UserError(f"{words[0]} comes too early: python sample.py CHECKPOINT_OR_RUN_FOLDER, then flags")
+    cfg = parse_flags(Config, words[1:])
+    for key in ("tokens", "temperature", "top_k"):
+        if getattr(cfg, key) < 0:
+            raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 0 or more")
+    path = find_checkpoint(words[0])
+    name = tokenizer_of(path)
+    encoding = load_tokenizer(name) if name else None
+    device = pick_device(cfg)
+    dtype = getattr(torch, cfg.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = load_model(path, dtype, device)
+    V = model.cfg.vocab_size
+
+    if encoding is None:
+        try:
+            prompt = [int(word) for word in cfg.prompt.split()]
+        except ValueError:
+            prompt = []
+        if not prompt or not all(0 <= i < V for i in prompt):
+            raise UserError(f"no tokenizer is known for {path}: --prompt takes ids from 0 to {V - 1}, such as --prompt '1 2 3'")
+        for token in generate(model, prompt, cfg, torch.arange(V), None):
+            print(token, end=" ", flush=True)
+        print()
+        return
+    prompt = encode_text(encoding, cfg.prompt).tolist() or [encoding.eot_token]
+    # what training text can hold: every ordinary token and the end-of-text; a padded vocabulary and unused special tokens stay out
+    known = {encoding.encode_single_token(token) for token in encoding.token_byte_values()} | {encoding.eot_token}
+    allowed = torch.tensor(sorted(token for token in known if token < V))
+    if max(prompt) >= V:
+        raise UserError(f"--prompt has the token {max(prompt)} of {name}, the model knows ids below {V}")
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+    print(cfg.prompt, end="", flush=True)
+    for token in generate(model, prompt, cfg, allowed, encoding.eot_token):
+        print(utf8.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
+    print(utf8.decode(b"", final=True))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Does it run here? The machine first, then every strategy: 2 processes, a few steps, save, resume, a few steps more.
+#
+#     ./smoke.sh                          # all train_*.py that are here; about a minute each on two CPU cores
+#     ./smoke.sh my_script.py --flag      # one script of your own that takes the same flags
+#     PYTHON=.venv/bin/python ./smoke.sh
+#
+# Two GPUs are used if there are two, else two CPU processes over gloo. No network and no corpus are needed. One line per
+# check, ok or FAILED with the reason; exit code 1 if any failed. Logs stay in runs/smoke-DATE/.
+set -u
+PYTHON=${PYTHON:-python3}
+[[ $PYTHON == */* ]] && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
+if [ $# -gt 0 ]; then
+    [ -f "$1" ] || { echo "error: $1: no such script"; exit 2; }
+    own=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+fi
+cd "$(dirname "$0")" || exit 2
+folder=runs/smoke-$(date +%Y%m%d-%H%M%S)-$$
+mkdir -p "$folder" || exit 2
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+first=6 total=10 failed=0 firsts=()
+
+ok() { printf 'ok      %s\n' "$*"; }
+bad() { printf 'FAILED  %s\n' "$*"; failed=1; }
+reason() { grep -aE '[Ee]rror' "$1" | tail -1 | cut -c1-200; } # what a log says last about what went wrong
+# --standalone: a free port, so that two runs at once do not meet; -k: a process that ignores the first signal goes too
+two() { timeout -k 10 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
+
+# --- the machine ---
+facts=$(timeout 120 "$PYTHON" - 2>&1 <<'END'
+import sys, torch, numpy, tiktoken
+gpus = torch.cuda.device_count()
+names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(gpus)}))
+print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {gpus} GPUs {names}")
+print("cuda" if gpus >= 2 else "cpu")
+END
+) || { bad "python and torch: $(tail -1 <<<"$facts")"; exit 1; }
+device=$(tail -1 <<<"$facts")
+ok "$(head -n -1 <<<"$facts" | tail -1), tested on $device"
+
+if two --no-python "$PYTHON" -c "
+import os, sys, torch, torch.distributed as dist
+device = torch.device('$device', int(os.environ['LOCAL_RANK'])) if '$device' == 'cuda' else torch.device('cpu')
+dist.init_process_group('nccl' if '$device' == 'cuda' else 'gloo')
+x = torch.full((1 << 20,), dist.get_rank() + 1.0, device=device)
+dist.all_reduce(x)
+assert (x == 3).all(), f'1 + 2 gave {x.min().item()} to {x.max().item()}'
+dist.destroy_process_group()" >"$folder/all_reduce.txt" 2>&1; then
+    ok "two processes all_reduce over $([ "$device" = cuda ] && echo nccl || echo gloo)"
+else
+    bad "two processes cannot all_reduce: $(reason "$folder/all_reduce.txt") (log: $folder/all_reduce.txt)"
+    exit 1
+fi
+
+# --- the strategies ---
+check() { # check NAME SCRIPT FLAGS...: one line
+    local name=$1 out=$folder/${1//[^A-Za-z0-9]/-} steps code verdict
+    shift
+    local flags=(--out "$out" --device "$device" --model tiny --seq-len 64 --global-batch 8 --lr 2e-3 --warmup-steps 2 --dtype float32
+        --no-compile --eval-every 0 --save-every 1000 --workers 0)
+    for steps in $first $total; do # the second run finds the first one's checkpoint and goes on from it
+        two "$@" "${flags[@]}" --steps "$steps" >>"$out.txt" 2>&1
+        code=$?
+        if [ $code -ne 0 ]; then
+            [ $code -ge 124 ] && code="$code (124, 137: it took more than 300 s)"
+            bad "$name: exit code $code with --steps $steps: $(reason "$out.txt") (log: $out.txt)"
+            return
+        fi
+    done
+    verdict=$("$PYTHON" - "$out" "$first" "$total" 2>&1 <<'END'
+import json, math, pathlib, sys
+out, first, total = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+if not all(math.isfinite(loss) for loss in losses):
+    sys.exit(f"a loss is not finite: {losses}")
+if steps != list(range(total)):
+    sys.exit(f"steps {steps} in the log, expected 0 to {total - 1}, each once")
+if f"at step {first}" not in pathlib.Path(f"{out}.txt").read_text():
+    sys.exit(f"the second run did not go on from step {first}")
+if sum(losses[-3:]) / 3 > losses[0] - 0.05:
+    sys.exit(f"the loss does not fall: {losses}")
+print(f"{losses[0]:.6f} {losses[-1]:.6f}")
+END
+    ) || { bad "$name: $(tail -1 <<<"$verdict") (log: $out.txt)"; return; }
+    firsts+=("${verdict% *}")
+    ok "$name: loss ${verdict/ / -> }, $first steps, saved, resumed to $total"
+}
+
+if [ $# -gt 0 ]; then
+    shift
+    check "$(basename "$own")" "$own" "$@"
+else
+    for script in train_*.py; do
+        if [ "$script" = train_zero.py ]; then
+            for stage in 1 2 3; do check "$script --stage $stage" "$script" --stage $stage; done
+        else
+            check "$script" "$script"
+        fi
+    done
+fi
+if [ ${#firsts[@]} -gt 1 ]; then
+    spread=$(printf '%s\n' "${firsts[@]}" | sort -g | awk 'NR == 1 { low = $1 } END { printf "%.6f", $1 - low }')
+    if awk "BEGIN { exit !($spread <= 1e-4) }"; then
+        ok "${#firsts[@]} strategies, one first loss: they differ by $spread"
+    else
+        bad "the first losses differ by $spread, allowed is 0.0001: ${firsts[*]}"
+    fi
+fi
+exit $failed

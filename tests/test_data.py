@@ -1,0 +1,671 @@
+"""data.py against hand counts, an independent reader, real files, real processes and real signals."""
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from harness import ROOT, run_ranks
+
+import data
+from flags import UserError
+
+EOT = 256  # of the bytes tokenizer
+# Encodings of our own, found by tiktoken's plug-in mechanism: 256 bytes and every pair of bytes, so that ids pass 65,536
+# and a word cut in the wrong place gives other pairs; under the three patterns in use, and one pattern that panics.
+PLUGIN = r'''
+RANKS = {bytes([i]): i for i in range(256)}
+pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
+for pair in sorted(pairs, key=lambda p: p.isalpha()):
+    RANKS[pair] = len(RANKS)
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+O200K = "|".join([
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+    r"""\p{N}{1,3}""", r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""", r"""\s*[\r\n]+""", r"""\s+(?!\S)""", r"""\s+""",
+])
+def make(name, pattern):
+    special = {"<|endoftext|>": len(RANKS), "<|fim_prefix|>": len(RANKS) + 1}
+    return lambda: dict(name=name, pat_str=pattern, mergeable_ranks=RANKS, special_tokens=special)
+PATTERNS = {"pairs_gpt2": GPT2, "pairs_cl100k": CL100K, "pairs_o200k": O200K, "panics": r"(x+x+)+(?=y)|[\s\S]"}
+ENCODING_CONSTRUCTORS = {name: make(name, pattern) for name, pattern in PATTERNS.items()}
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "tiktoken_ext").mkdir()
+    (folder / "tiktoken_ext" / "pairs.py").write_text(PLUGIN)
+    sys.path.append(str(folder))
+    tiktoken.registry.ENCODING_CONSTRUCTORS = None  # another test may have listed the encodings already
+    yield
+    sys.path.remove(str(folder))
+
+
+def write(folder: Path, **files) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def lines(*rows) -> bytes:
+    return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
+
+
+def prepare(tmp_path: Path, inputs, out: str = "out", **options) -> tuple[list[int], dict]:
+    """Prepare and read back with numpy alone: (train ids, meta.json)."""
+    inputs = [str(i) for i in (inputs if isinstance(inputs, list) else [inputs])]
+    data.prepare(str(tmp_path / out), inputs, **options)
+    meta = json.loads((tmp_path / out / "meta.json").read_text())
+    ids = [np.fromfile(tmp_path / out / s["file"], meta["dtype"]) for s in meta["splits"]["train"]["shards"]]
+    return np.concatenate(ids).tolist(), meta
+
+
+def cli(*args, **env) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "data.py"), *map(str, args)]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+
+
+def refuses(match: str):
+    return pytest.raises(UserError, match=match)
+
+
+def file_of(tmp_path: Path, ids, name: str = "train.bin", dtype: str = "uint16") -> str:
+    np.asarray(ids, dtype).tofile(tmp_path / name)
+    return str(tmp_path / name)
+
+
+def llmc(
+    tmp_path: Path, ids, n: int | None = None, magic: int = 20240520, version: int = 1, name: str = "x_train_0.bin", dtype="uint16"
+) -> str:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if n is None else n
+    (tmp_path / name).write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
+    return str(tmp_path / name)
+
+
+# ------------------------------------------------------------------------------------------- A3-A6: token files
+
+
+def test_ids_over_65535_round_trip_and_are_refused_when_too_large(tmp_path):
+    folder = write(tmp_path / "in", a__jsonl=lines({"ids": [1, 70000, 65535]}, {"ids": [65536, 2]}))
+    ids, meta = prepare(tmp_path, folder, vocab_size=70001)
+    assert ids == [1, 70000, 65535, 65536, 2] and meta["dtype"] == "uint32" and meta["tokenizer"] == "ids"
+    x, y = data.open_tokens(str(tmp_path / "out")).window(0, 4)
+    assert x.tolist() == [1, 70000, 65535, 65536] and y.tolist() == [70000, 65535, 65536, 2] and x.dtype == np.int64
+    with refuses(r"a.jsonl:1: id 70000 at position 1, allowed are 0 to 49999"):
+        prepare(tmp_path, folder, "out2", vocab_size=50000)
+    with refuses("need --vocab-size"):
+        prepare(tmp_path, folder, "out2")
+    assert not (tmp_path / "out2").exists()
+    text = "abc, Zz\n"  # a tokenizer with ids above 65,535
+    ids, meta = prepare(tmp_path, write(tmp_path / "t", a__txt=text) / "a.txt", "out3", tokenizer="pairs_gpt2")
+    encoding = tiktoken.get_encoding("pairs_gpt2")
+    assert ids == encoding.encode_ordinary(text) + [encoding.eot_token] and meta["dtype"] == "uint32" and max(ids) > 65535
+
+
+@pytest.mark.parametrize("bad", [[1, -1], [1, 2.5], ["a"], "ab", [[1], [2]], [[1], 2], [2**70], [True], {"a": 1}])
+def test_ids_of_wrong_kind(tmp_path, bad):
+    with refuses("a.jsonl:2: "):
+        prepare(tmp_path, write(tmp_path, a__jsonl=lines({"ids": [1]}, {"ids": bad})) / "a.jsonl", vocab_size=100)
+
+
+def test_npy_and_bin_inputs_and_their_range(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(300000, dtype=np.int32) % 1000)
+    np.asarray([5, 6, 7], np.uint16).tofile(tmp_path / "b.bin")
+    ids, _ = prepare(tmp_path, [tmp_path / "a.npy", tmp_path / "b.bin", llmc(tmp_path, [8, 9])], vocab_size=1000)
+    assert ids == [i % 1000 for i in range(300000)] + [5, 6, 7, 8, 9]
+    with refuses(r"a.npy: id 999 at position 999, allowed are 0 to 998"):
+        prepare(tmp_path, tmp_path / "a.npy", "out2", vocab_size=999)
+    np.save(tmp_path / "c.npy", np.zeros((2, 2)))
+    with refuses("c.npy: array of shape"):
+        prepare(tmp_path, tmp_path / "c.npy", "out2", vocab_size=999)
+
+
+def test_uint32_taken_for_uint16_and_the_reverse(tmp_path):
+    path = file_of(tmp_path, np.arange(1000, 1100), dtype="uint32")
+    with refuses("uint16.*looks like uint32"):
+        data.open_tokens(path)
+    assert data.open_tokens(file_of(tmp_path, np.arange(1000, 1100))).n_tokens == 100
+    folder = write(tmp_path / "in", a__jsonl=lines({"ids": list(range(1000, 1100))}))
+    prepare(tmp_path, folder, vocab_size=70000)
+    np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "out" / "train.bin")
+    with refuses("train.bin holds 200 bytes: meta.json says 100 tokens of uint32"):
+        data.open_tokens(str(tmp_path / "out"))
+
+
+def test_llmc_header(tmp_path):
+    tokens = data.open_tokens(llmc(tmp_path, [50256, 1, 2, 3, 4]))
+    assert tokens.n_tokens == 5 and tokens.window(0, 4)[0].tolist() == [50256, 1, 2, 3] and tokens.tokenizer == "gpt2"
+    llmc(tmp_path, [7, 8], name="x_train_1.bin")
+    llmc(tmp_path, [9] * 3, name="x_val_0.bin")
+    folder = data.open_tokens(str(tmp_path))
+    assert folder.n_tokens == 7 and folder.window(0, 6)[1].tolist() == [1, 2, 3, 4, 7, 8]  # over the files' edge
+    assert data.has_val(str(tmp_path)) and data.open_tokens(str(tmp_path), "val").n_tokens == 3
+    for n in (4, 6):
+        with refuses(f"header says {n} tokens, file holds 5"):
+            data.open_tokens(llmc(tmp_path, [1, 2, 3, 4, 5], n=n))
+    with refuses("version 2"):
+        data.open_tokens(llmc(tmp_path, [1, 2], version=2))
+    big = data.open_tokens(llmc(tmp_path, [100000, 5], magic=20240801, version=7, dtype="uint32"))
+    assert big.window(0, 1)[0].tolist() == [100000] and big.dtype == "uint32"
+    Path(llmc(tmp_path, [])).write_bytes(np.asarray([20240520, 1, 0], "<i4").tobytes())
+    with refuses("a header of 12 bytes"):
+        data.open_tokens(str(tmp_path / "x_train_0.bin"))
+
+
+@pytest.mark.parametrize(
+    "size, match", [(0, "0 tokens"), (1, "1 bytes is not a whole number of uint16"), (67, "67 bytes is not"), (64, "32 tokens")]
+)
+def test_empty_odd_and_short_files(tmp_path, size, match):
+    (tmp_path / "train.bin").write_bytes((np.arange(40, dtype=np.uint16) + 20).tobytes()[:size])
+    with refuses(match) as error:
+        data.open_tokens(str(tmp_path)).n_windows(32)
+    assert "\n" not in str(error.value) and "train.bin" in str(error.value) or size == 0
+
+
+def test_exactly_one_window(tmp_path):
+    tokens = data.open_tokens(file_of(tmp_path, range(33)))
+    assert tokens.n_windows(32) == 1 and tokens.n_windows(11) == 2  # the last token of the file has no next one
+    x, y = tokens.window(0, 32)
+    assert x.tolist() == list(range(32)) and y.tolist() == list(range(1, 33))
+
+
+def test_nanogpt_folder(tmp_path):
+    file_of(tmp_path, range(40))
+    assert not data.has_val(str(tmp_path))
+    file_of(tmp_path, [3, 2, 1], "val.bin")
+    assert data.has_val(str(tmp_path)) and data.has_val(str(tmp_path / "train.bin"))
+    assert data.open_tokens(str(tmp_path), "val").n_tokens == 3 and data.open_tokens(str(tmp_path / "train.bin"), "val").n_tokens == 3
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65, "itos": {0: "a"}}))
+    assert data.open_tokens(str(tmp_path)).vocab_size == 65
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Path("x")}))
+    with refuses("meta.pkl asks to run"):
+        data.open_tokens(str(tmp_path))
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    path = file_of(tmp_path, range(1000))
+    first = data.open_tokens(path).fingerprint
+    os.utime(path, (1, 1))
+    assert data.open_tokens(path).fingerprint == first  # a copy on another machine is the same corpus
+    file_of(tmp_path, [*range(999), 7])
+    assert data.open_tokens(path).fingerprint != first
+
+
+# ---------------------------------------------------------------------------------------- A8-A13: documents
+
+
+def test_nothing_to_read_is_one_line_and_exit_2(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.tmp").write_text("a")
+    run = cli("prepare", "--out", tmp_path / "out", tmp_path / "in")
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
+    assert str(tmp_path / "in") in run.stderr and ".jsonl" in run.stderr and "'.tmp': 1" in run.stderr
+    with refuses(r"in holds \['x.tmp'\]; wanted"):
+        data.open_tokens(str(tmp_path / "in"))
+    with refuses("nope: no such file or folder"):
+        prepare(tmp_path, tmp_path / "nope")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in" / "a.parquet")
+    with refuses("nothing for the train split.*1 files, 0 empty"):
+        prepare(tmp_path, tmp_path / "in")
+    assert sorted(os.listdir(tmp_path)) == ["in"]
+
+
+def test_parquet_and_gzip_hold_the_same_documents(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"document {i} \u00e9\u4e2d" * (i % 5 + 1) for i in range(3000)]
+    pq.write_table(pa.table({"body": texts, "n": range(3000)}), tmp_path / "a.parquet", row_group_size=700)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(*({"body": t} for t in texts))))
+    want = [i for t in texts for i in (*t.encode(), EOT)]
+    assert prepare(tmp_path, tmp_path / "a.parquet", "p", text_field="body")[0] == want
+    assert prepare(tmp_path, tmp_path / "a.jsonl.gz", "g", text_field="body")[0] == want
+    with refuses(r"no column 'text', there are \['body', 'n'\]"):
+        prepare(tmp_path, tmp_path / "a.parquet", "q")
+    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-20])
+    with refuses("damaged gzip"):
+        prepare(tmp_path, tmp_path / "a.jsonl.gz", "h", text_field="body")
+    assert not (tmp_path / "h").exists()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_empty_documents_are_counted(tmp_path, at):
+    rows = [{"text": "ab"}, {"text": "c"}]
+    rows[at:at] = [{"text": ""}, {"text": " \n\t "}]
+    ids, meta = prepare(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl")
+    assert ids == [97, 98, EOT, 99, EOT] and meta["empty"] == 2 and meta["splits"]["train"]["documents"] == 2
+
+
+BAD_ROWS = [
+    ({"txt": "x"}, "no such field"),
+    ({"text": None}, "'text' is NoneType"),
+    ({"text": 5}, "'text' is int"),
+    ([1], "no such field"),
+    (b'{"text": "a"', "delimiter"),
+    (b'{"text":"a"}{"text":"b"}', "Extra data"),
+    (b'{"text": "\xff"}', "byte 28 of the file: invalid UTF-8 .ff"),
+    (b'{"text": "\\ud800"}', "surrogate"),
+    (b"[" * 100000, "recursion"),
+]
+
+
+@pytest.mark.parametrize("row, match", BAD_ROWS)
+def test_bad_line_stops_before_anything_is_published_or_is_skipped(tmp_path, row, match):
+    folder = write(
+        tmp_path / "in", a__jsonl=b"\xef\xbb\xbf" + lines({"text": "a"}, row, b"", {"text": "b"})[:-1].replace(b"\n", b"\r\n", 1)
+    )
+    with refuses(f"a.jsonl:2: .*{match}") as error:
+        prepare(tmp_path, folder)
+    assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["in"]
+    ids, meta = prepare(tmp_path, folder, on_error="skip")
+    assert ids == [97, EOT, 98, EOT] and meta["skipped"] == 1 and "a.jsonl:2" in meta["skipped_first"][0] and meta["empty"] == 1
+
+
+def test_invalid_utf8_has_its_offset_and_a_cut_character_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 4096)
+    for name, damage, where in (
+        ("ff", b"\xff\xfe", 6000),
+        ("surrogate", b"\xed\xa0\x80", 4095),
+        ("overlong", b"\xc0\xaf", 4096),
+        ("cut", b"\xe4\xb8", 8998),
+    ):
+        text = (b"word " * 2000)[:where] + damage + (b"" if name == "cut" else b"more")
+        folder = write(tmp_path / name, a__txt=text)
+        with refuses(f"a.txt: byte {where}: invalid UTF-8"):
+            prepare(tmp_path, folder)
+        ids, meta = prepare(tmp_path, folder, "out-" + name, on_error="skip")
+        assert bytes(ids[:-1]).decode() == text.decode(errors="replace") and meta["skipped"] == 1
+    for edge in range(4090, 4100):
+        text = "x" * edge + "\U0001f600 and so on " * 1000
+        ids, _ = prepare(tmp_path, write(tmp_path / f"in{edge}", a__txt=text), f"emoji{edge}", tokenizer="pairs_gpt2")
+        assert ids[:-1] == tiktoken.get_encoding("pairs_gpt2").encode_ordinary(text)
+
+
+def test_special_tokens_in_the_text_are_text(tmp_path):
+    text = "a <|endoftext|> b <|fim_prefix|>"
+    encoding = tiktoken.get_encoding("pairs_gpt2")
+    ids, _ = prepare(tmp_path, write(tmp_path, a__jsonl=lines({"text": text}, {"text": text})) / "a.jsonl", tokenizer="pairs_gpt2")
+    assert ids.count(encoding.eot_token) == 2 and max(ids) == encoding.eot_token
+    assert encoding.decode(ids[: ids.index(encoding.eot_token)]) == text
+    assert data.encode_text(data.load_tokenizer("bytes"), text).tolist() == data.load_tokenizer("bytes").encode_ordinary(text)
+
+
+PROSE = (
+    "Don't you'll SHE'S  two  spaces,\n\n\tindented;\r\n  x=1;\r\ny = [1234567, 'a b'] // note\n// next   \n \n e\u0301a\u0301 "
+    "\u0438 \u0432\u043e\u0442 \u043e\u043d, \u0434\u043e\u043c. 3.14159 \u00a0nbsp\u2003wide\u3000\u4e2d\u6587\uff0c\u6807"
+    "\u70b9\u3002\n\u3000\u3000"
+    "\u7b2c\u4e8c\u6bb5\u3002\u300c\u5f15\u7528\u300d\uff01\n'tis o'clock's\n'S /path/\n/ \x1c \x85 end\n"
+)
+
+
+@pytest.mark.parametrize("name", ["pairs_gpt2", "pairs_cl100k", "pairs_o200k"])
+def test_a_border_never_changes_tokens(name):
+    encoding, cuts = tiktoken.get_encoding(name), 0
+    for text in (PROSE * 2, Path(json.__file__).read_text(), "\u4e2d\u6587\uff0c\u6807\u70b9" * 20):
+        whole = encoding.encode_ordinary(text)
+        for limit in range(1, len(text), max(1, len(text) // 400)):
+            cut = data.border(text, limit)
+            if cut < limit or data.BORDER.match(text, limit - 1):
+                cuts += 1
+                assert encoding.encode_ordinary(text[:cut]) + encoding.encode_ordinary(text[cut:]) == whole, repr(text[cut - 9 : cut + 9])
+    assert cuts > 500
+
+
+def test_long_documents_give_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 500)
+    encoding = tiktoken.get_encoding("pairs_cl100k")
+    want = encoding.encode_ordinary(PROSE * 50) + [encoding.eot_token]
+    folder = write(tmp_path / "in", a__txt=PROSE * 50, b__jsonl=lines({"text": PROSE * 50}))
+    assert prepare(tmp_path, folder, tokenizer="pairs_cl100k")[0] == want * 2
+
+
+def test_repetitive_documents_finish(tmp_path):
+    start = time.time()
+    texts = ["^" * 1_000_000, "a" * 200_000, " " * 500_000 + "x", "\n" * 500_000 + "x"]
+    folder = write(tmp_path / "in", a__jsonl=lines(*({"text": t} for t in texts)))
+    ids, meta = prepare(tmp_path, folder, tokenizer="pairs_cl100k")
+    encoding = tiktoken.get_encoding("pairs_cl100k")
+    ends = [i for i, t in enumerate(ids) if t == encoding.eot_token]
+    assert [encoding.decode(ids[a + 1 : b]) == t for a, b, t in zip([-1, *ends], ends, texts, strict=False)] == [True] * 4
+    assert time.time() - start < 30
+
+
+@pytest.mark.soak
+def test_one_line_of_100_mb_in_bounded_memory(tmp_path):
+    words = b"the quick brown fox jumps over the lazy dog " * (100_000_000 // 44)
+    write(tmp_path, a__txt=words, b__jsonl=b'{"text": "' + words + b'"}\n')
+    code = (
+        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); import data\n"
+        f"data.prepare({str(tmp_path / 'out')!r}, [{str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r}], tokenizer='pairs_gpt2')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and int(run.stdout) * 1024 < 2e9, run.stderr + run.stdout
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["splits"]["train"]["documents"] == 2
+
+
+def test_a_panic_of_the_tokenizer_is_a_data_error(tmp_path):
+    folder = write(tmp_path / "in", a__jsonl=lines({"text": "fine"}, {"text": "x" * 64}, {"text": "too"}))
+    with refuses("a.jsonl:2: the tokenizer cannot encode this "):
+        prepare(tmp_path, folder, tokenizer="panics")
+    assert os.listdir(tmp_path) == ["in"]
+    ids, meta = prepare(tmp_path, folder, tokenizer="panics", on_error="skip")
+    assert tiktoken.get_encoding("panics").decode(ids) == "fine<|endoftext|>too<|endoftext|>" and meta["skipped"] == 1
+
+
+# ------------------------------------------------------------------------ A22, A26, masks, shards, splits, publishing
+
+
+def test_stale_corpus_is_refused_with_what_differs(tmp_path, capsys):
+    source = write(tmp_path / "in", a__txt="abc", b__txt="def")
+    prepare(tmp_path, source)
+    prepare(tmp_path, source)
+    assert "up to date" in capsys.readouterr().err
+    before = (tmp_path / "out" / "train.bin").read_bytes()
+    for options, match in (({"tokenizer": "pairs_gpt2"}, "tokenizer was None, now pairs_gpt2"), ({"val": 0.5}, "val was 0.0, now 0.5")):
+        with refuses(match):
+            prepare(tmp_path, source, **options)
+    (source / "a.txt").write_text("abd")
+    with refuses("a.txt changed"):
+        prepare(tmp_path, source)
+    (source / "a.txt").unlink()
+    (source / "c.txt").write_text("x")
+    with refuses("c.txt is new; .*a.txt is gone"):
+        prepare(tmp_path, source)
+    assert (tmp_path / "out" / "train.bin").read_bytes() == before
+    write(tmp_path / "mine", thesis__tex="x")
+    with refuses("exists and is no prepared corpus"):
+        prepare(tmp_path, source, "mine")
+
+
+def test_the_default_corpus_is_made_once_and_again_when_stale(tmp_path, capsys):
+    path = str(tmp_path / "corpus" / "stdlib")
+    start = time.time()
+    data.ensure_corpus(path)
+    assert time.time() - start < 20 and data.has_val(path)
+    tokens, made = data.open_tokens(path), os.stat(f"{path}/train.bin").st_mtime_ns
+    assert tokens.n_tokens > 1_000_000 and tokens.vocab_size == 257
+    data.ensure_corpus(path)
+    assert os.stat(f"{path}/train.bin").st_mtime_ns == made
+    meta = json.loads(Path(path, "meta.json").read_text())
+    meta["key"]["sources"].popitem()
+    Path(path, "meta.json").write_text(json.dumps(meta))
+    data.ensure_corpus(path)
+    assert os.stat(f"{path}/train.bin").st_mtime_ns != made and data.open_tokens(path).fingerprint == tokens.fingerprint
+
+
+def test_no_network_and_no_cache(tmp_path):
+    write(tmp_path, a__txt="abc")
+    proxy = "http://127.0.0.1:9"  # nothing listens there: the download fails at once, whatever this machine can reach
+    run = cli(
+        "prepare",
+        "--out",
+        tmp_path / "out",
+        "--tokenizer",
+        "gpt2",
+        tmp_path / "a.txt",
+        TIKTOKEN_CACHE_DIR=str(tmp_path),
+        HTTPS_PROXY=proxy,
+        https_proxy=proxy,
+    )
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
+    assert "TIKTOKEN_CACHE_DIR" in run.stderr and "--tokenizer bytes" in run.stderr and not (tmp_path / "out").exists()
+    run = cli("prepare", f"--out={tmp_path / 'out'}", tmp_path / "a.txt", https_proxy=proxy)
+    assert run.returncode == 0 and np.fromfile(tmp_path / "out" / "train.bin", "uint16").tolist() == [97, 98, 99, EOT]
+    with refuses("unknown tokenizer 'gpt5'"):
+        data.load_tokenizer("gpt5")
+
+
+def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "SHARD_BYTES", 20)  # ten tokens a shard
+    rng = np.random.default_rng(0)
+    ids, mask = rng.integers(0, 500, 95), rng.integers(0, 2, 95)
+    rows = [{"ids": ids[:40].tolist()}, *({"ids": ids[a : a + 5].tolist(), "mask": mask[a : a + 5].tolist()} for a in range(40, 95, 5))]
+    got, meta = prepare(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl", vocab_size=500)
+    assert got == ids.tolist() and len(meta["splits"]["train"]["shards"]) == 10
+    tokens, mask[:40] = data.open_tokens(str(tmp_path / "out")), 1
+    assert tokens.n_windows(13) == 7
+    for w in range(7):
+        x, y = tokens.window(w, 13)
+        assert x.tolist() == ids[w * 13 : w * 13 + 13].tolist()
+        assert y.tolist() == np.where(mask, ids, -1)[w * 13 + 1 : w * 13 + 14].tolist()
+    (tmp_path / "out" / "train-00005.mask").unlink()
+    with refuses("train-00005.mask is missing"):
+        data.open_tokens(str(tmp_path / "out"))
+    with refuses('a.jsonl:1: "mask" must be'):
+        prepare(tmp_path, write(tmp_path / "m", a__jsonl=lines({"ids": [1, 2], "mask": [1]})), "out2", vocab_size=500)
+
+
+def test_val_split_is_by_document(tmp_path):
+    folder = write(tmp_path / "in", a__jsonl=lines(*({"text": chr(97 + i % 26) * 3} for i in range(1000))))
+    ids, meta = prepare(tmp_path, folder, val=0.005)
+    assert meta["splits"]["val"]["documents"] == 5 and meta["splits"]["train"]["documents"] == 995
+    val = np.fromfile(tmp_path / "out" / "val.bin", "uint16").tolist()
+    assert val == [i for d in (1, 201, 401, 601, 801) for i in (*[97 + d % 26] * 3, EOT)] and len(ids) == 995 * 4
+
+
+def test_a_killed_preparation_publishes_nothing(tmp_path):
+    write(tmp_path, a__txt=b"some words " * 20_000_000)
+    command = [sys.executable, str(ROOT / "data.py"), "prepare", "--out", str(tmp_path / "out"), str(tmp_path / "a.txt")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("out.tmp-*/train-00000.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------- contract 2, A15-A17, A19, A20, A24, I11: batches
+
+
+def corpus(tmp_path: Path, n_tokens: int = 1001) -> data.Tokens:
+    return data.open_tokens(file_of(tmp_path, np.random.default_rng(0).integers(0, 250, n_tokens)))
+
+
+def stream(tokens, rank=0, world_size=1, start_step=0, steps=6, workers=0, micro_batch=2, global_batch=12, seed=5, T=10) -> list:
+    """[(x, y, sample) as lists] of all micro-batches."""
+    layout = dict(seq_len=T, global_batch=global_batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
+    batches = data.Batches(tokens, **layout, seed=seed, start_step=start_step, steps=steps, workers=workers, device="cpu", vocab_size=250)
+    accum = global_batch // world_size // micro_batch
+    got = [tuple(t.tolist() for t in batches.next()) for _ in range((steps - start_step) * accum)]
+    batches.close()
+    return got
+
+
+def rows(batches: list) -> list:
+    return [row for batch in batches for row in zip(*batch, strict=True)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 63, 64, 65, 1000, 4097])
+def test_each_epoch_is_a_permutation_of_its_own(n):
+    order = data.stream_windows(3, 0, 4 * n, n).reshape(4, n)
+    assert (np.sort(order) == np.arange(n)).all()
+    assert (data.stream_windows(3, n // 2, 2 * n, n) == order.ravel()[n // 2 : n // 2 + 2 * n]).all()  # any start, over edges
+    if n >= 10:
+        other = data.stream_windows(4, 0, n, n)
+        assert all((a != b).any() for a, b in ((order[0], order[1]), (order[1], order[2]), (order[0], other), (order[0], np.arange(n))))
+    if n >= 1000:  # as unrelated as random permutations: about one window in the same place, neighbours no nearer
+        assert (order[0] == order[1]).sum() < 12
+        assert abs(np.abs(np.diff(order[0])).mean() / n - 1 / 3) < 0.03
+
+
+def test_layout_and_workers_do_not_change_the_stream(tmp_path):
+    tokens = corpus(tmp_path)
+    want = rows(stream(tokens))
+    n_windows = tokens.n_windows(10)
+    windows = data.stream_windows(5, 0, 72, n_windows)
+    for k, (x, y, sample) in enumerate(want):  # an independent reading of the file
+        ids = np.fromfile(tmp_path / "train.bin", "uint16")[windows[k] * 10 :][:11].tolist()
+        assert sample == k and x == ids[:-1] and y == ids[1:]
+    for world_size, micro_batch in ((2, 2), (3, 2), (2, 1), (1, 6)):
+        ranks = [rows(stream(tokens, r, world_size, micro_batch=micro_batch)) for r in range(world_size)]
+        per = 12 // world_size
+        assert [row for step in range(6) for rank in ranks for row in rank[step * per : step * per + per]] == want
+    assert rows(stream(tokens, workers=2)) == want
+    assert rows(stream(tokens, 1, 2, workers=4)) == rows(stream(tokens, 1, 2))
+    with refuses("global batch 12 is not a multiple of 5 ranks"):
+        stream(tokens, 0, 5)
+
+
+def test_resuming_at_any_step_continues_the_same_stream(tmp_path):
+    tokens = corpus(tmp_path)
+    for rank, world_size in ((0, 1), (1, 2), (2, 3)):
+        whole = stream(tokens, rank, world_size, steps=20)
+        per = len(whole) // 20
+        for stop in (3, 7, 10, 13):
+            assert stream(tokens, rank, world_size, start_step=stop, steps=20, workers=2 if stop == 7 else 0) == whole[stop * per :]
+
+
+def test_ranks_read_the_same_number_of_batches_of_19_windows(tmp_path):
+    tokens = corpus(tmp_path, 191)
+    assert tokens.n_windows(10) == 19
+    for world_size in (2, 3):
+        got = [rows(stream(tokens, r, world_size, steps=3, global_batch=6, micro_batch=1)) for r in range(world_size)]
+        assert [len(g) for g in got] == [18 // world_size] * world_size
+        assert sorted(row[2] for g in got for row in g) == list(range(18))
+
+
+def test_validation_scores_each_window_once(tmp_path):
+    tokens = data.open_tokens(file_of(tmp_path, np.arange(10 * 8 + 1 + 3) % 200))
+    for world_size in (1, 2, 3, 4):
+        for limit, n in ((0, 10), (7, 7), (99, 10)):
+            ranks = [
+                list(data.val_batches(tokens, seq_len=8, micro_batch=2, rank=r, world_size=world_size, limit=limit))
+                for r in range(world_size)
+            ]
+            assert len({len(batches) for batches in ranks}) == 1
+            flat = [(x, y, s) for batches in ranks for batch in batches for x, y, s in zip(*batch, strict=True)]
+            assert sorted(int(s) for _, _, s in flat if s >= 0) == list(range(n))
+            for x, y, s in flat:
+                assert x.shape == (8,) and (y == -1).all() if s < 0 else (y == (s * 8 + 1 + torch.arange(8)) % 200).all()
+
+
+def loss_of_val(rank: int, path: str) -> tuple[float, float]:
+    """A model without weights: the loss of a row is its mean token. Summed over ranks as the scripts do."""
+    total = torch.zeros(2, dtype=torch.float64)
+    world_size = torch.distributed.get_world_size()
+    for _, y, _ in data.val_batches(data.open_tokens(path), seq_len=8, micro_batch=2, rank=rank, world_size=world_size, limit=0):
+        total += torch.stack([y[y >= 0].double().sum(), (y >= 0).double().sum()])
+        torch.distributed.all_reduce(torch.zeros(1))  # a rank with a batch more or less hangs here
+    torch.distributed.all_reduce(total)
+    return tuple(total.tolist())
+
+
+def test_validation_over_three_processes(tmp_path):
+    path = file_of(tmp_path, np.arange(84) % 200)
+    assert run_ranks(3, loss_of_val, path) == [(sum(range(1, 81)), 80.0)] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_token_beyond_the_model_is_named(tmp_path, workers):
+    ids = np.arange(101) % 250
+    ids[57] = 250
+    tokens = data.open_tokens(file_of(tmp_path, ids))
+    with refuses("train.bin: token 57 is id 250, the model's vocabulary is 250") as error:
+        stream(tokens, workers=workers, global_batch=10, steps=1)
+    assert "\n" not in str(error.value)
+    with refuses("token 57 is id 250"):
+        list(data.val_batches(tokens, seq_len=10, micro_batch=2, rank=0, world_size=1, limit=0, vocab_size=250))
+    ids[57], ids[100] = 0, 300  # a target only, never an input
+    with refuses("token 100 is id 300"):
+        stream(data.open_tokens(file_of(tmp_path, ids, "b_train.bin")), workers=workers, global_batch=10, steps=1)
+
+
+def lose_a_worker(rank: int, path: str) -> str:
+    layout = dict(seq_len=10, global_batch=8, micro_batch=2, rank=rank, world_size=2)
+    batches = data.Batches(data.open_tokens(path), **layout, seed=1, start_step=0, steps=10**6, workers=2, device="cpu", vocab_size=250)
+    batches.next()
+    pids = [w.pid for w in batches.iterator._workers]
+    for pid in pids:  # what torchrun does on Ctrl-C or a time limit: all of the group get it, the workers go on
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    for _ in range(20):
+        batches.next()
+    if rank == 0:
+        batches.close()
+        return "finished"
+    os.kill(pids[1], signal.SIGKILL)
+    start = time.time()
+    try:
+        while time.time() - start < 30:
+            batches.next()
+    except UserError as error:
+        batches.close()
+        return f"{error} | killed {pids[1]} | {time.time() - start:.1f}"
+    return "never noticed"
+
+
+def test_killed_worker_is_named_and_signals_do_not_kill_one(tmp_path):
+    path = file_of(tmp_path, np.arange(10001) % 250)
+    first, second = run_ranks(2, lose_a_worker, path)
+    message, killed, seconds = second.split(" | ")
+    assert first == "finished" and message.startswith("data-parallel rank 1: ") and killed.removeprefix("killed ") in message, second
+    assert float(seconds) < 15
+
+
+def test_a_failing_script_does_not_wait_for_its_workers(tmp_path):
+    path = file_of(tmp_path, np.arange(1001) % 250)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data\n"
+        f"b = data.Batches(data.open_tokens({path!r}), seq_len=10, global_batch=2, micro_batch=2, rank=0, world_size=1, seed=1,"
+        " start_step=0, steps=99, workers=2, device='cpu', vocab_size=250)\nb.next()\nraise RuntimeError('own')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert run.returncode == 1 and "RuntimeError: own" in run.stderr
+
+
+def test_reading_holds_no_memory_and_no_descriptors(tmp_path):
+    np.zeros(50_000_000, np.uint16).tofile(tmp_path / "train.bin")
+    tokens = data.open_tokens(str(tmp_path))
+    n = tokens.n_windows(256)
+
+    def anonymous() -> int:
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+    before, descriptors = anonymous(), len(os.listdir("/proc/self/fd"))
+    for w in data.stream_windows(0, 0, 5000, n):
+        tokens.window(int(w), 256)
+    assert anonymous() - before < 10e6 and len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the mapping's own
+
+
+def test_show_proves_the_ranks_disjoint(tmp_path):
+    folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 40)
+    prepare(tmp_path, folder)
+    run = cli("show", tmp_path / "out", "--step", 3, "--world", 4, "--global-batch", 8, "--seq-len", 16, "--seed", 9, "--text")
+    assert run.returncode == 0, run.stderr
+    n = data.open_tokens(str(tmp_path / "out")).n_windows(16)
+    windows = data.stream_windows(9, 24, 8, n)
+    for r in range(4):
+        assert f"rank {r}: samples {24 + 2 * r}-{25 + 2 * r}, windows {windows[2 * r]} {windows[2 * r + 1]}" in run.stdout
+    text = "In the beginning was the word, and so on and on. " * 40
+    assert f"token {windows[0] * 16}\n{text[windows[0] * 16 :][:16]}\n" in run.stdout and "disjoint: 8 samples" in run.stdout
+
+
+def test_progress_is_at_most_one_line_a_second(capsys):
+    report, stop = data.progress(10**9), time.time() + 2.5
+    thread = threading.Thread(target=lambda: [report(10**6) or time.sleep(0.001) for _ in iter(lambda: time.time() < stop, False)])
+    thread.start()
+    thread.join()
+    printed = capsys.readouterr().err.splitlines()
+    assert 1 <= len(printed) <= 3 and all("MB/s" in line and "s left" in line for line in printed)

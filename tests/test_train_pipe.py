@@ -1,0 +1,397 @@
+"""The pipeline: its schedules and cuts without processes, then train_pipe.py against one process of train_ddp.py."""
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
+
+import data
+import train_ddp
+import train_pipe
+from flags import UserError
+from model import ModelConfig, flops_per_token, unit_names
+from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
+
+LAYERS = 5  # divides by none of 2, 3, 4 stages
+SIZES = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
+
+
+# --- without processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_schedule(name):
+    for stages, m in SIZES:
+        for stage in range(stages):
+            order = schedule(name, stage, stages, m)
+            assert sorted(order) == [(op, micro) for op in "BF" for micro in range(m)]
+            for op in "FB":  # in the order in which the neighbours send them, since nothing else tells messages apart
+                assert [micro for o, micro in order if o == op] == list(range(m))
+            assert all(order.index(("F", micro)) < order.index(("B", micro)) for micro in range(m))
+            assert most_in_flight(order) == (m if name == "gpipe" else min(stages - stage, m))
+        rows = timeline(name, stages, m)
+        assert all([step[1:] for step in row] == schedule(name, s, stages, m) for s, row in enumerate(rows))
+        starts = {(s, op, micro): start for s, row in enumerate(rows) for start, op, micro in row}
+        for (s, op, micro), start in starts.items():
+            if op == "F" and s:
+                assert start >= starts[s - 1, "F", micro] + 1
+            if op == "B" and s + 1 < stages:
+                assert start >= starts[s + 1, "B", micro] + 2
+        assert max(starts.values()) + 2 == 3 * (m + stages - 1)  # idle (p-1)/(m+p-1), both of them
+
+
+def test_timeline_finds_a_deadlock(monkeypatch):
+    monkeypatch.setattr(train_pipe, "schedule", lambda name, s, stages, m: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)])
+    with pytest.raises(ValueError, match="every stage waits"):
+        timeline("1f1b", 2, 1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_no_deadlock_when_sends_wait(name):
+    """isend waits for the one before it, which arrives only once its receiver has taken the message before that."""
+    for stages, m in SIZES:
+        programs = []
+        for s in range(stages):
+            steps = [(op, s - 1 if op == "F" else s + 1, s + 1 if op == "F" else s - 1) for op, _ in schedule(name, s, stages, m)]
+            programs.append([step for op, source, to in steps for step in (("take", source, s, op), ("put", s, to, op))])
+            programs[s] = [step for step in programs[s] if 0 <= step[1] < stages and 0 <= step[2] < stages]
+        count = dict.fromkeys((step for program in programs for step in program), 0)
+        moved = True
+        while moved:
+            moved = False
+            for program in programs:
+                if program:
+                    what, source, to, op = program[0]
+                    taken, put = count[("take", source, to, op)], count[("put", source, to, op)]
+                    if (put > taken) if what == "take" else (put == 0 or taken >= put - 1):
+                        count[program.pop(0)] += 1
+                        moved = True
+        assert not any(programs), (name, stages, m)
+
+
+def test_draw():
+    assert draw("1f1b", 2, 2).splitlines() == [
+        "1f1b: 2 stages, 2 micro-batches, idle 33.3% of the time",
+        "  stage 0  F0F1 . .B0-- .B1--  holds 2",
+        "  stage 1   .F0B0--F1B1-- . .  holds 1",
+    ]
+    for name in ("gpipe", "1f1b"):  # those of the docstring
+        assert draw(name, 4, 4).replace("\n", "\n    ") in train_pipe.__doc__
+
+
+def config(n_layer, vocab_size=61, **more):
+    return ModelConfig(n_layer, 4, 2, 32, 88, vocab_size, 32, **more)
+
+
+def test_cut_is_the_best_of_all():
+    for n_layer, vocab_size in itertools.product(range(1, 9), (1, 400, 2000)):
+        cfg = config(n_layer, vocab_size)
+        head = 6 * vocab_size * 32 / ((flops_per_token(cfg) - 6 * vocab_size * 32) / n_layer)
+        for stages in range(1, n_layer + 1):
+            blocks = cut(cfg, stages)
+            assert [i for part in blocks for i in part] == list(range(n_layer)) and all(len(part) for part in blocks)
+            cost = {}
+            for ends in itertools.combinations(range(1, n_layer), stages - 1):
+                *others, last = (b - a for a, b in itertools.pairwise((0, *ends, n_layer)))
+                cost[(*others, last)] = max([*others, last + head])
+            assert cost[tuple(len(part) for part in blocks)] == min(cost.values())
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_every_parameter_has_its_stage(tie):
+    cfg = config(LAYERS, tie=tie)
+    for stages in range(1, LAYERS + 1):
+        held = [stage_units(cfg, blocks) for blocks in cut(cfg, stages)]
+        for unit, names in unit_names(cfg).items():
+            where = [s for s, units in enumerate(held) if units.get(unit) == names]
+            assert where == ([0, stages - 1] if tie and unit == "embed" and stages > 1 else where[:1]) and where
+
+
+@pytest.mark.parametrize("by_hand", ["5", "2,2", "3,3", "5,0", "6,-1", "a,b", "2;3", "2,2,1", "4,1,"])
+def test_wrong_cut_is_refused(by_hand):
+    assert [len(part) for part in cut(config(LAYERS), 2, "4,1")] == [4, 1]
+    with pytest.raises(UserError, match=f"--stages {by_hand}: expected 2 whole numbers .* sum 5"):
+        cut(config(LAYERS), 2, by_hand)
+    with pytest.raises(UserError, match="--pp 6: .* the model has 5; allowed is 1 to 5"):
+        cut(config(LAYERS), 6)
+
+
+def command(*flags):
+    call = [sys.executable, "train_pipe.py", "--device", "cpu", *flags]
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_command_line(tmp_path):
+    toy_files(tmp_path)
+    done = command("--draw", "--pp", "3", "--global-batch", "10", "--micro-batch", "2")
+    assert done.returncode == 0 and done.stdout == draw("gpipe", 3, 5) + "\n" + draw("1f1b", 3, 5) + "\n"
+    done = command("--pp", "2", "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run")
+    assert (done.returncode, done.stderr) == (2, "error: tp*pp=2 does not divide the world of 1 ranks\n")
+
+
+# --- with processes ---------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {"micro_batch": 3},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand"},
+    "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
+    "gpipe": {"schedule": "gpipe", "data": "masked", "dropout": 0.1, "micro_batch": 3, "recompute": "full"},
+    "no overlap": {"overlap": False, "micro_batch": 6, "steps": 10},
+}
+COUNTS = [f"{name} {m}" for m in range(1, 9) for name in ("gpipe", "1f1b")]  # micro-batches, fewer than stages too
+
+
+def files(folder):
+    """toy_files, and a val split beside both corpora."""
+    toy_files(folder, n_layer=LAYERS)
+    (folder / "val.jsonl").write_text("".join(json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400)))
+    data.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
+
+
+def with_val(folder):
+    """masked/ with the val split of val/: its windows are few and do not divide among the ranks."""
+    masked, val = (json.loads((folder / name / "meta.json").read_text()) for name in ("masked", "val"))
+    for file in (folder / "val").glob("val*.bin"):
+        os.link(file, folder / "masked" / file.name)
+    masked["splits"]["val"] = val["splits"]["val"]
+    (folder / "masked" / "meta.json").write_text(json.dumps(masked))
+
+
+def flags(folder, pp, dp, reference=False):
+    hand = {1: "5", 2: "1,4", 3: "1,1,3", 4: "2,1,1,1"}[pp]
+    found = {name: dict(more) for name, more in VARIANTS.items()}
+    found |= {c: {"schedule": c.split()[0], "global_batch": 2 * dp * int(c.split()[1]), "micro_batch": 2, "steps": 2} for c in COUNTS}
+    for name, more in found.items():
+        more["data"] = f"{folder}/{more.get('data', 'plain')}"
+        if name in COUNTS:
+            more |= {"save_every": 0, "data": f"{folder}/masked", "tie": True}
+        if more.get("stages"):
+            more["stages"] = hand
+        if reference:
+            more |= {"micro_batch": more.get("global_batch", 12), "overlap": True, "recompute": "none"}
+            more.pop("schedule", None), more.pop("stages", None)
+        else:
+            more["pp"] = pp
+    return found
+
+
+def digests(buckets):
+    """Unit -> hash of everything an update touches."""
+    return {
+        unit: hashlib.sha256(b"".join(t.numpy().tobytes() for t in (b.master, b.exp_avg, b.exp_avg_sq, b.weights))).hexdigest()
+        for unit, b in buckets.items()
+    }
+
+
+def watched(rank, folder, variants):
+    """train() of train_pipe, and by variant: the state's digests after every update, predicted and counted traffic."""
+    states, traffic = {}, {}
+
+    class Pipeline(train_pipe.Pipeline):
+        def adamw_step(self, *args):
+            super().adamw_step(*args)
+            states.setdefault(self.run.out, []).append(digests(self.buckets))
+
+    class Meter(train_pipe.Meter):
+        def summary(self, memory, predicted):
+            traffic[self.run.out] = predicted, self.step_traffic
+            super().summary(memory, predicted)
+
+    real, train_pipe.Pipeline, train_pipe.Meter = (train_pipe.Pipeline, train_pipe.Meter), Pipeline, Meter
+    rows = train(rank, "train_pipe", folder, variants)
+    train_pipe.Pipeline, train_pipe.Meter = real
+    return {name: (rows[name], states[f"{folder}/{name}"], traffic[f"{folder}/{name}"]) for name in variants}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """train_ddp in one process, the whole batch in one micro-batch; by data-parallel size, which scales some batches."""
+    folder = tmp_path_factory.mktemp("one")
+    files(folder)
+    with_val(folder)
+    one = flags(folder, 1, 1, reference=True)
+    two = {f"{name}, dp 2": more for name, more in flags(folder, 1, 2, reference=True).items() if name in COUNTS}
+    rows = run_ranks(1, train, "train_ddp", str(folder), one | two, timeout=300)[0]
+    weights = {name: final_weights(folder / name) for name in VARIANTS}
+    return {1: rows, 2: rows | {name.removesuffix(", dp 2"): rows[name] for name in two}}, weights
+
+
+@pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+def test_parity(pp, dp, reference, tmp_path):
+    files(tmp_path)
+    with_val(tmp_path)
+    results = run_ranks(pp * dp, watched, str(tmp_path), flags(tmp_path, pp, dp), timeout=300)
+    rows, weights = reference
+    for name in VARIANTS:
+        assert_follows(results[0][name][0], rows[dp][name], final_weights(tmp_path / name), weights[name], 1e-9)
+    for name in COUNTS:
+        assert_follows(results[0][name][0], rows[dp][name], {}, {}, 1e-9)
+    for m in range(1, 9):  # both schedules add in the same order
+        assert [r[f"gpipe {m}"][1] for r in results] == [r[f"1f1b {m}"][1] for r in results]
+    val = {r["step"]: r["val_loss"] for r in rows[dp]["tied, masked"] if "val_loss" in r}
+    assert len(val) == 8
+    for result in results:
+        assert {r["step"]: r["val_loss"] for r in result["tied, masked"][0] if "val_loss" in r} == pytest.approx(val, rel=1e-9)
+    for name in (*VARIANTS, *COUNTS):
+        for result in results:  # one loss and one norm, the same bits on every rank
+            assert [(r["loss"], r["grad_norm"]) for r in result[name][0]] == [(r["loss"], r["grad_norm"]) for r in results[0][name][0]]
+            predicted, counted = result[name][2]
+            sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
+            if "val_loss" not in result[name][0][-1]:  # else the evaluation's sends are counted with that last step's
+                assert {op: (len(s), sum(s)) for op, s in sizes.items()} == counted
+        steps = [[state for state in result[name][1]] for result in results]
+        for states in zip(*steps):
+            for stage in range(pp):  # replicas of a stage, bit for bit
+                assert len({json.dumps(states[r]) for r in range(stage, pp * dp, pp)}) == 1
+            if "tied" in name and pp > 1:  # and both copies of a tied embedding
+                assert states[0]["embed"] == states[pp - 1]["embed"]
+
+
+def resumed(rank, folder, out, source, steps, kind):
+    """The state as it is right after loading `source`, of this rank; then training goes on to `steps` in `out`."""
+    loaded = {}
+    module = {"ddp": train_ddp, "pipe": train_pipe}[kind]
+    name = {"ddp": "DataParallel", "pipe": "Pipeline"}[kind]
+    real = getattr(module, name)
+
+    class Loaded(real):
+        def masters_changed(self):
+            super().masters_changed()
+            for key, piece in self.pieces().items():
+                (offsets, box) = piece.boxes[0]
+                assert len(piece.boxes) == 1 and not any(offsets) and box.shape == piece.shape
+                loaded[key] = box.clone()
+
+    setattr(module, name, Loaded)
+    more = {"resume": source} if source else {}
+    rows = train(rank, f"train_{kind}", folder, {out: {"tie": True, "micro_batch": 3, "steps": steps, "min_lr": 1e-3} | more})[out]
+    setattr(module, name, real)
+    return loaded, rows
+
+
+def chain(rank, folder, runs, part):
+    """The runs one after the other; with `part`, in a group of the first ranks of this job, the rest looks on."""
+    group = dist.new_group(list(range(part))) if part else None
+    if part and rank >= part:
+        return []
+    results = []
+    for kind, out, source, steps, more in runs:
+        module = {"ddp": train_ddp, "pipe": train_pipe}[kind]
+        flags_ = dict(
+            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{out}", device="cpu", dtype="float64", global_batch=12,
+            micro_batch=3, steps=steps, lr=1e-3, min_lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0, save_every=1000,
+            log_every=1000, tie=True, resume=source or "auto",
+        )  # fmt: skip
+        results.append(module.main(module.Config(**flags_ | more), group))
+    return results
+
+
+def test_any_layout_resumes_any(tmp_path):
+    toy_files(tmp_path, n_layer=LAYERS)
+    f = str(tmp_path)
+
+    def ckpt(out, step):
+        return f"{f}/{out}/ckpt/step_{step:08d}"
+
+    one = run_ranks(1, chain, f, [("ddp", "one", None, 12, {}), ("ddp", "a", None, 4, {})], 0, timeout=60)[0]
+    results = run_ranks(3, resumed, f, "b", ckpt("a", 4), 8, "pipe", timeout=60)  # DDP -> three stages
+    saved = final_weights(tmp_path / "a")
+    held = [loaded for loaded, _ in results]
+    assert set().union(*held) == saved.keys()
+    for name, tensor in [item for loaded in held for item in loaded.items()]:
+        assert torch.equal(tensor, saved[name]), name
+    assert_follows(results[0][1], one[0][4:8], {}, {}, 1e-9)
+    # three stages -> two on part of a job of three -> one process again; and 4 + 4 + 4 on three stages is 12
+    later = run_ranks(3, chain, f, [("pipe", "c", ckpt("b", 8), 12, {})], 2, timeout=60)
+    assert_follows(later[0][0], one[0][8:12], final_weights(tmp_path / "c"), final_weights(tmp_path / "one"), 1e-9)
+    runs = [("pipe", "whole", None, 6, {}), ("pipe", "half", None, 3, {}), ("pipe", "half", None, 6, {})]
+    run_ranks(3, chain, f, runs, 0, timeout=60)
+    for name, tensor in final_weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, final_weights(tmp_path / "half")[name]), name
+    back, rows = run_ranks(1, resumed, f, "d", ckpt("b", 8), 12, "ddp", timeout=60)[0]  # and every tensor back into one process
+    b = final_weights(tmp_path / "b")
+    assert back.keys() == b.keys() and all(torch.equal(back[name], b[name]) for name in b)
+    assert_follows(rows, one[0][8:12], {}, {}, 1e-9)
+
+
+def halves(rank, folder):
+    """Two pipelines of two stages at once, in the two halves of the job."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    base = dict(
+        model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3, steps=5,
+        workers=0, eval_every=0, save_every=0, tie=True,
+    )  # fmt: skip
+    return train_pipe.main(train_pipe.Config(**base, out=f"{folder}/half{rank // 2}"), groups[rank // 2])
+
+
+def test_two_pipelines_in_one_job(tmp_path):
+    toy_files(tmp_path, n_layer=LAYERS)
+    results = run_ranks(4, halves, str(tmp_path), timeout=60)
+    assert all([r["loss"] for r in rows] == [r["loss"] for r in results[0]] for rows in results)
+
+
+def poisoned(rank, folder):
+    """A gradient of the middle stage is not finite in step 2: digests after each step, and the log."""
+    states = []
+
+    class Pipeline(train_pipe.Pipeline):
+        def finish(self):
+            super().finish()
+            states.append(digests(self.buckets))
+
+        def grad_ready(self, bucket, name, param):
+            if len(states) == 2 and name == "blocks.2.wq.weight" and self.last_micro:
+                param.grad[0, 0] = float("nan")
+            super().grad_ready(bucket, name, param)
+
+    train_pipe.Pipeline = Pipeline
+    more = {"nan": {"steps": 6, "micro_batch": 3, "overlap": False}}
+    return train(rank, "train_pipe", folder, more)["nan"], states
+
+
+def test_all_stages_skip_a_bad_gradient(tmp_path):
+    toy_files(tmp_path, n_layer=LAYERS)
+    for rows, states in run_ranks(3, poisoned, str(tmp_path), timeout=60):
+        assert [r["step"] for r in rows if r["skipped"]] == [2]
+        assert [r["step"] for r in rows if r["grad_norm"] is None] == [2]
+        assert [a != b for a, b in zip(states, states[1:])] == [True, True, False, True, True]
+
+
+BROKEN = """
+import launch, train_pipe
+
+class Pipeline(train_pipe.Pipeline):
+    calls = 0
+    def forward(self, *args):
+        self.calls += 1
+        if not self.first and not self.last and self.calls == 6:
+            raise RuntimeError("the middle stage is out of luck")
+        return super().forward(*args)
+
+train_pipe.Pipeline = Pipeline
+launch.run_script(train_pipe.main, train_pipe.Config, "")
+"""
+
+
+def test_an_error_on_the_middle_stage_ends_the_job(tmp_path):
+    toy_files(tmp_path, n_layer=LAYERS)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    call = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(tmp_path / "broken.py"), "--device", "cpu",
+        "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run", "--global-batch", "12",
+        "--micro-batch", "3", "--steps", "20", "--workers", "0", "--hang-timeout", "60",
+    ]  # fmt: skip
+    began = time.time()
+    done = subprocess.run(call, capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0 and time.time() - began < 50  # far from --hang-timeout
+    assert "RuntimeError: the middle stage is out of luck" in done.stderr
+    for rank in (0, 2):
+        assert f"rank {rank} stopped because rank 1 failed: RuntimeError: the middle stage is out of luck" in done.stderr

@@ -1,0 +1,303 @@
+"""Tensor parallel training against one process: contract points 1-9 of train_tp.py, and what only it can get wrong."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import assert_follows, final_weights, run_ranks, toy_files, train
+
+import launch
+import train_ddp
+import train_tp
+from checkpoint import Checkpointer
+from flags import UserError
+from meter import COLLECTIVES, Meter
+from model import SIZES
+from optim import LossScaler
+
+HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 4; 61 words: padded to 64
+KINDS = {
+    "plain": {},
+    "tied, dropout": {"tie": True, "dropout": 0.1},
+    "masked": {"data": "masked"},
+    "norms dominate": {"steps": 10},
+}
+TWO = {
+    "plain": {"micro_batch": 6},
+    "plain, no overlap": {"micro_batch": 6, "overlap": False},
+    "plain, one sequence": {"micro_batch": 1, "steps": 50},
+    "tied, dropout": {"micro_batch": 3},  # halves of 2 and 1
+    "tied, dropout, full": {"micro_batch": 12, "recompute": "full"},
+    "masked, selective": {"micro_batch": 4, "recompute": "selective"},
+    "norms dominate": {"micro_batch": 12},
+}
+FOUR = {
+    "plain, tp 4": {"micro_batch": 12},
+    "plain, tp 1": {"tp": 1, "micro_batch": 3},
+    "plain, 2 x 2": {"tp": 2, "micro_batch": 3},
+    "plain, 2 x 2, no overlap": {"tp": 2, "micro_batch": 3, "overlap": False},
+    "tied, dropout, tp 4": {"micro_batch": 6},
+    "tied, dropout, 2 x 2": {"tp": 2, "micro_batch": 3},
+    "masked, 2 x 2": {"tp": 2, "micro_batch": 6},
+    "norms dominate, tp 4": {"micro_batch": 12},
+    "norms dominate, 2 x 2": {"tp": 2, "micro_batch": 6},
+}
+
+
+def kind_of(name):
+    return max((k for k in KINDS if name.startswith(k)), key=len)
+
+
+def flags_of(folder, variants):
+    found = {name: KINDS[kind_of(name)] | flags for name, flags in variants.items()}
+    return {name: flags | {"data": f"{folder}/{flags.get('data', 'plain')}"} for name, flags in found.items()}
+
+
+# --- observers: the classes under test, with what they did written down ------------------------------------------------
+
+seen: dict = {}
+
+
+def small_norms(state):
+    """Scale what the norms put out, so that their gradient is most of the whole."""
+    for b in state.buckets.values():
+        for name in b.unit.shapes:
+            if name.endswith("norm.weight"):
+                b.unit.view(b.master, name).mul_(0.02)
+    state.masters_changed()
+
+
+class Reference(train_ddp.DataParallel):
+    def __init__(self, model, run):
+        super().__init__(model, run)
+        if "norms dominate" in run.out:
+            small_norms(self)
+
+
+class Observed(train_tp.TensorParallel):
+    def __init__(self, model, run, group):
+        super().__init__(model, run, group)
+        self.digests, self.steps = [], 0
+        seen["digests"] = self.digests
+        seen["layout"] = (run.dp_rank, self.team.rank)
+        if "norms dominate" in run.out:
+            small_norms(self)
+        seen["first"] = self.digest("block.0")
+
+    def digest(self, unit):
+        b = self.buckets[unit]
+        return hashlib.sha256(b"".join(t.numpy().tobytes() for t in (b.master, b.exp_avg, b.exp_avg_sq))).hexdigest()
+
+    def grad_ready(self, bucket, name, param):
+        if "not finite" in self.run.out and self.run.rank == 1 and self.steps == 2 and name == "blocks.1.wk.weight":
+            param.grad[0, 0] = float("inf")
+        super().grad_ready(bucket, name, param)
+
+    def finish(self):
+        super().finish()
+        self.steps += 1
+        b = self.buckets["norms"]
+        seen["norms' share"] = (torch.linalg.vector_norm(b.grad), b)
+
+    def adamw_step(self, *args):
+        super().adamw_step(*args)
+        self.digests.append([self.digest(unit) for unit in self.buckets])
+
+
+class ObservedMeter(Meter):
+    calls_made: list = []
+
+    def _enter(self, op, what, nbytes):
+        if op in COLLECTIVES:
+            self.calls_made.append((op, what, nbytes))
+        super()._enter(op, what, nbytes)
+
+    def log(self, *args, **more):
+        seen["calls"], self.calls_made = self.calls_made, []
+        return super().log(*args, **more)
+
+    def summary(self, memory, traffic):
+        seen["predicted"] = traffic
+        super().summary(memory, traffic)
+
+
+def observed(rank, folder, variants):
+    train_tp.TensorParallel, train_tp.Meter = Observed, ObservedMeter
+    result = {}
+    for name, flags in variants.items():
+        rows = train(rank, "train_tp", folder, {name: flags})[name]
+        assert seen["calls"] == seen["predicted"], name  # every collective of a step, in order, with its bytes
+        result[name] = rows, *(seen[k] for k in ("layout", "first", "digests"))
+    return result
+
+
+def reference_run(rank, folder, variants):
+    train_ddp.DataParallel = Reference
+    return train(rank, "train_ddp", folder, variants)
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """train_ddp in one process, the whole batch in one micro-batch -> kind: (rows, final state), and the folder."""
+    folder = tmp_path_factory.mktemp("one")
+    toy_files(folder, **HEADS)
+    rows = run_ranks(1, reference_run, str(folder), flags_of(folder, {k: {"micro_batch": 12} for k in KINDS}), timeout=200)[0]
+    return {kind: (rows[kind], final_weights(folder / kind)) for kind in KINDS} | {"folder": folder}
+
+
+@pytest.mark.parametrize("world_size, variants", [(2, TWO), (4, FOUR)])
+def test_parity(world_size, variants, reference, tmp_path):
+    toy_files(tmp_path, **HEADS)
+    results = run_ranks(world_size, observed, str(tmp_path), flags_of(tmp_path, variants), timeout=400)
+    for name in variants:
+        rows, weights = reference[kind_of(name)]
+        assert_follows(results[0][name][0], rows, final_weights(tmp_path / name), weights, 1e-9)
+        ranks = [result[name] for result in results]
+        first_slices = {team_rank: first for _, (_, team_rank), first, _ in ranks}
+        assert len(set(first_slices.values())) == len(first_slices)  # no two ranks of a team begin with the same slice
+        units = len(ranks[0][3][0])
+        for rank_rows, (_, team_rank), first, digests in ranks:
+            # one loss and one norm everywhere, the same bits; and so the norms and their moments, after every update
+            assert [(r["loss"], r["grad_norm"]) for r in rank_rows] == [(r["loss"], r["grad_norm"]) for r in ranks[0][0]]
+            assert [d[1] for d in digests] == [d[1] for d in ranks[0][3]] and len(digests) == len(rows)
+            # replicas hold the same slices, bit for bit
+            assert first == first_slices[team_rank]
+            twin = next(d for _, (_, t), _, d in ranks if t == team_rank)
+            assert digests == twin and units == len(digests[0])
+
+
+def test_one_rank_not_finite_all_skip(tmp_path):
+    toy_files(tmp_path, **HEADS)
+    flags = {"not finite": {"micro_batch": 12, "steps": 5, "global_batch": 12}}
+    results = run_ranks(2, observed, str(tmp_path), flags_of(tmp_path, {"plain": {}}) and flags, timeout=100)
+    for rows, _, _, digests in (r["not finite"] for r in results):
+        assert [r["skipped"] for r in rows] == [False, False, True, False, False]
+        assert len(digests) == 4  # nobody updated
+
+
+def relay(rank, script, folder, source, out):
+    """Load the checkpoint `source` under this layout and save it again at once, as folder/out."""
+    cfg = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{out}", device="cpu", dtype="float64", global_batch=12,
+               micro_batch=3, steps=50, resume=source, eval_every=0)  # fmt: skip
+    if script == "train_tp":
+        run = launch.start(train_tp.Config(**cfg), "train_tp", model_parallel=0)
+        team, replicas = train_tp.make_groups(run)
+        state = train_tp.TensorParallel(train_tp.TensorParallelGPT(run.model_cfg, team), run, replicas)
+    else:
+        run = launch.start(train_ddp.Config(**cfg), "train_ddp")
+        state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
+    saver, scaler = Checkpointer(f"{run.out}/ckpt", group=run.control), LossScaler(run.cfg)
+    step, updates = launch.resume(run, saver, state, scaler)
+    saver.save(step, state.pieces(), launch.progress(run, step, updates, scaler))
+    saver.wait()
+
+
+def test_any_layout_to_any_layout(reference, tmp_path):
+    """One process -> tp 2 -> tp 4 -> data parallel on 2: every weight and moment bit-equal, 61 rows of the vocabulary, not 64."""
+    toy_files(tmp_path, **HEADS)
+    source, weights = str(max((reference["folder"] / "plain/ckpt").glob("step_*"))), reference["plain"][1]
+    for ranks, script, out in ((2, "train_tp", "two"), (4, "train_tp", "four"), (2, "train_ddp", "ddp")):
+        run_ranks(ranks, relay, script, str(tmp_path), source, out, timeout=100)
+        source = str(max((tmp_path / out / "ckpt").glob("step_*")))
+        loaded = final_weights(tmp_path / out)
+        assert loaded.keys() == weights.keys() and loaded["head.weight"].shape == (61, 32)
+        for name, tensor in weights.items():
+            assert torch.equal(loaded[name], tensor), (out, name)
+
+
+def halves(rank, folder):
+    flags = {"micro_batch": 6, "dropout": 0.1, "save_every": 5, "steps": 10}
+    straight = train(rank, "train_tp", folder, {"straight": flags})["straight"]
+    resumed = train(rank, "train_tp", folder, {"resumed": flags | {"resume": f"{folder}/straight/ckpt/step_{5:08d}"}})["resumed"]
+    return straight, resumed
+
+
+def test_resume_is_bit_equal(tmp_path):
+    toy_files(tmp_path, **HEADS)
+    straight, resumed = run_ranks(2, halves, str(tmp_path), timeout=100)[0]
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in straight[5:]] == [(r["step"], r["loss"], r["grad_norm"]) for r in resumed]
+    a, b = final_weights(tmp_path / "straight"), final_weights(tmp_path / "resumed")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def refusals(rank, folder):
+    def message(fn):
+        try:
+            fn()
+        except (UserError, IndexError) as error:
+            return str(error)
+
+    base = dict(data=f"{folder}/plain", device="cpu", global_batch=12, micro_batch=3, steps=1, workers=0)
+    cases = {
+        "heads": (dict(n_head=6, n_kv_head=6, n_embd=36), {}),
+        "kv heads": (dict(n_head=8, n_kv_head=2), {}),
+        "swiglu": (dict(n_ff=90), {}),
+        "sequence": (dict(seq_len=30), {}),
+        "world": ({}, {"tp": 3}),
+        "negative": ({}, {"tp": -2}),
+    }
+    found = {}
+    for name, (model, flags) in cases.items():
+        toy_files_once(rank, folder, name, HEADS | model)
+        cfg = train_tp.Config(model=f"{folder}/{name}/toy.json", out=f"{folder}/{name}/run", **base | flags)
+        found[name] = message(lambda cfg=cfg: train_tp.main(cfg))
+    found["sub-group"] = sub_group(rank, folder)
+
+    # a token id that no rank has: an error as in one process, not a zero vector
+    team = train_tp.Team(4, rank, dist.group.WORLD, None)
+    table = train_tp.VocabParallelEmbedding(61, 4, team).to_empty(device="cpu")
+    logits = torch.zeros(1, 2, 16)
+    for bad in (61, 63, 64, 1000, -1):
+        found[f"input {bad}"] = message(lambda bad=bad: table(torch.tensor([[3, bad]])))
+    for bad in (61, 63, 1000, -2):
+        found[f"target {bad}"] = message(lambda bad=bad: train_tp.own_stats(logits, torch.tensor([[3, bad]]), 61, team))
+    assert table(torch.tensor([[3, 60]])).shape == (1, 2, 4)
+    return found
+
+
+def toy_files_once(rank, folder, name, model):
+    if rank == 0:
+        Path(folder, name).mkdir()
+        toy_files(Path(folder, name), **model)
+    dist.barrier()
+
+
+def sub_group(rank, folder):
+    """main() on ranks 0 and 1 of 4."""
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        cfg = train_tp.Config(model=f"{folder}/world/toy.json", data=f"{folder}/plain", out=f"{folder}/sub", device="cpu", dtype="float64",
+                              global_batch=12, micro_batch=6, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0)  # fmt: skip
+        stop = dataclasses.replace(cfg, steps=2, min_lr=1e-4)
+        return [(r["loss"], r["grad_norm"]) for r in train_tp.main(stop, group)]
+
+
+def test_refusals(reference, tmp_path):
+    toy_files(tmp_path, **HEADS)
+    results = run_ranks(4, refusals, str(tmp_path), timeout=100)
+    assert results[0]["heads"] == "n_head=6 is not divisible by tp=4, valid for this model: --tp 1, 2"
+    assert results[0]["kv heads"] == "n_kv_head=2 is not divisible by tp=4, valid for this model: --tp 1, 2"
+    assert results[0]["swiglu"] == "n_ff=90 is not divisible by tp=4, valid for this model: --tp 1, 2"
+    assert results[0]["sequence"] == "seq_len=30 is not divisible by tp=4, valid for this model: --tp 1, 2"
+    assert results[0]["world"] == "tp*pp=3 does not divide the world of 4 ranks"
+    assert "tp*pp=-2" in results[0]["negative"]
+    for name, text in results[0].items():
+        if name == "sub-group":
+            continue
+        assert text and all(r[name] == text for r in results), (name, [r[name] for r in results])  # the same on every rank
+    rows = [(r["loss"], r["grad_norm"]) for r in reference["plain"][0][:2]]
+    torch.testing.assert_close(torch.tensor(results[0]["sub-group"]), torch.tensor(rows), rtol=0, atol=1e-9)
+    assert results[0]["sub-group"] == results[1]["sub-group"] and results[2]["sub-group"] is None
+
+
+def test_largest_models_divide():
+    """The sizes that need tensor parallelism can be cut by 2, 4 and 8."""
+    for size in ("1b", "6b", "7b"):
+        m = SIZES[size]
+        assert all(n % 8 == 0 for n in (m.n_head, m.n_kv_head, m.n_ff, m.seq_len)), size

@@ -1,0 +1,553 @@
+"""ZeRO: data parallel training in which the ranks share out what they would otherwise all hold.
+
+    torchrun --nproc_per_node=8 train_zero.py                       # stage 2
+    torchrun --nproc_per_node=8 train_zero.py --stage 3 --model 6b --global-batch 64 --data DIR
+    torchrun --nproc_per_node=2 train_zero.py --stage 2 --offload optimizer
+    torchrun --nproc_per_node=2 train_zero.py --deepspeed examples/ds_zero2_offload.json
+    python train_zero.py --stage 3 --explain                        # memory and collectives, then exit
+
+What AdamW needs of a parameter, its fp32 master and two moments, is used once a step by one update; so each of N ranks
+keeps and updates 1/N (stage 1). Then the sum of a gradient is needed only where the update happens (stage 2), and the
+weights themselves only while their layer computes (stage 3). Everything is one flat buffer per unit (the embedding, each
+block, norm and head), so that a collective has nothing to pack. One step:
+
+    for each micro-batch:
+        forward:   stage 3:  all_gather(weights of block i+1)        while block i computes
+        backward:  stage 3:  all_gather(weights of block i-1)        while block i computes
+                   stage 2, 3:  reduce_scatter(gradients of block i)    while block i-1 computes, shard added in fp32
+    stage 0: all_reduce, stage 1: reduce_scatter(gradients), from inside the last micro-batch's backward
+    all_reduce(loss, tokens, stop); all_reduce(squared norm); clip; AdamW on the shard
+    stage 1, 2: all_gather(new weights of unit u)                    while unit u+1 updates
+
+Bytes per parameter held, and handed to collectives per parameter and step, for bf16 compute, fp32 wire, A micro-batches
+(each rank sends (N-1)/N of what it hands over, twice that in an all_reduce):
+
+                 weights  gradients  masters, moments    N = 1     2     8       all_reduce  reduce_scatter  all_gather
+    stage 0         2         4           12              18    18    18            4
+    stage 1         2         4           12/N            18    12     7.5                         4            2
+    stage 2         2         4/N         12/N            18    10     4                           4 A          2
+    stage 3         2/N       4/N         12/N            18     9     2.25                        4 A          4 A
+
+(stage 3 gathers a little less: the units at either end of a pass are still there at the start of the next, and the
+embedding needs no weights in backward).
+
+With --offload optimizer, masters and moments live in pinned host memory: gradient shards flow out behind backward, the
+CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates.
+
+Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2101.06840).
+"""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from deepspeed_json import read_deepspeed
+from torch import Tensor
+
+import launch
+from checkpoint import Checkpointer, Piece, host_memory
+from data import Batches, val_batches
+from launch import Run, all_gather_single, reduce_scatter_single
+from meter import Meter, at, say
+from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
+from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
+
+
+@dataclass
+class Config(launch.Config):
+    stage: Literal[0, 1, 2, 3] = 2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, for comparison
+    offload: Literal["none", "optimizer"] = "none"  # optimizer: masters and moments in host memory, updated by the CPU
+    deepspeed: str = ""  # a DeepSpeed configuration file to take these settings from
+
+
+# --- the idea ---------------------------------------------------------------------------------------------------------
+
+
+class Unit:
+    """One unit's flat buffers. This rank's shard is elements [first, first + len(master)), all of it at stage 0.
+
+    Stage 1, 2: `weights` is whole and the shard a view of it. Stage 3: `weights` is a view of a buffer that units take in
+    turn, filled from the shard when needed. Stage 0, 1: `grad` is whole, summed over micro-batches. Stage 2, 3: `grad` is
+    the shard, summed over micro-batches and ranks.
+    """
+
+    def __init__(self, flat: FlatUnit, index: int, stage: int, buffer: Tensor | None, run: Run):
+        self.flat, self.index = flat, index
+        n = run.world_size if stage else 1
+        size = flat.padded // n
+        self.first = run.rank * size if stage else 0
+        self.mine = slice(self.first, self.first + size)
+        self.master = torch.zeros(size, dtype=run.master_dtype, device=run.device)
+        for name, shape in flat.shapes.items():  # only this rank's elements are ever made
+            start = flat.start[name]
+            a, b = max(start, self.first), min(start + math.prod(shape), self.first + size)
+            if a < b:
+                init_range(self.master[a - self.first : b - self.first], name, a - start, run.model_cfg, run.cfg.seed)
+        if stage == 3:
+            self.weights = buffer[: flat.padded]
+            self.shard = self.master if run.dtype == run.master_dtype and run.cfg.offload == "none" else self.master.to(run.dtype)
+        else:
+            self.weights = torch.empty(flat.padded, dtype=run.dtype, device=run.device)
+            self.shard = self.weights[self.mine]
+        self.grad = torch.zeros(flat.padded if stage < 2 else size, dtype=run.master_dtype, device=run.device)
+        self.grad_shard = self.grad[self.mine] if stage < 2 else self.grad
+        self.home_grad = self.grad_shard  # where AdamW reads it
+        self.arrived = 0  # parameters whose gradient of this micro-batch is in
+        self.wire = self.grad  # what travels
+        self.gathering: dist.Work | None = None
+        self.reducing: dist.Work | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def to_host(self, take) -> None:
+        """Move masters to pinned host memory; `take` cuts a tensor from the host arena."""
+        master, self.master = self.master, take(self.master)
+        self.master.copy_(master)
+        self.home_grad = take(self.grad_shard)
+
+
+class Zero:
+    """Stages 0 to 3 over run.group, around a model whose parameters are views of the units' flat weights."""
+
+    def __init__(self, model: GPT, run: Run):
+        self.model, self.run, self.cfg, self.stage = model, run, run.cfg, run.cfg.stage
+        self.cuda = run.device.type == "cuda"
+        flats = flat_units(run)
+        longest = max(flat.padded for flat in flats)
+        make = lambda n, dtype: torch.empty(n, dtype=dtype, device=run.device)  # noqa: E731
+        buffers: list[Tensor | None] = [None] * 3
+        if self.stage == 3:
+            buffers[:2] = make(longest, run.dtype), make(longest, run.dtype)
+            if run.model_cfg.tie:  # a tied embedding is needed at both ends of the pass: its buffer is not shared
+                buffers[2] = make(flats[0].padded, run.dtype)
+        self.units = [Unit(flat, i, self.stage, buffers[self.slot(i)], run) for i, flat in enumerate(flats)]
+        for unit in self.units:
+            for name in unit.flat.shapes:
+                # .data: a version counter of its own, for a buffer refilled between forward and backward is no error here
+                param = model.set_param(name, unit.flat.view(unit.weights, name).data)
+                # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
+                param.register_post_accumulate_grad_hook(lambda p, u=unit, n=name: self.grad_ready(u, n, p))
+        self.held: list[int | None] = [None] * 3  # stage 3: which unit's weights each buffer holds
+        self.wire_dtype = torch.bfloat16 if run.cfg.wire == "bf16" and run.master_dtype == torch.float32 else run.master_dtype
+        if self.stage >= 2:  # full-size gradients of two units are alive, taken in turn
+            self.full = [make(longest, self.wire_dtype) for _ in range(2)]
+            self.part = [make(longest // run.world_size, self.wire_dtype) for _ in range(2)]
+            self.sending: list[tuple[Unit, bool, bool] | None] = [None, None]  # with: of the first, the last micro-batch?
+        self.first_micro = self.last_micro = True
+        self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
+        self.suspects: list[str] = []
+        self.moments = [(torch.zeros_like(u.master), torch.zeros_like(u.master)) for u in self.units if self.cfg.offload == "none"]
+        if self.cfg.offload == "optimizer":
+            self.move_to_host()
+        self.masters_changed()
+
+    def slot(self, i: int) -> int:
+        return 2 if i == 0 and self.run.model_cfg.tie else i % 2
+
+    # -- weights come: stage 3 --
+
+    def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> Tensor:
+        """GPT.forward, with each unit's weights there in time. x, y (B, T) int64 -> summed loss (scalar)."""
+        model, last = self.model, len(self.units) - 1
+        cos, sin = model.cos[: x.shape[1]], model.sin[: x.shape[1]]
+        self.use(0, ahead=1)
+        h = model.embed(x, keys)
+        for i, block in enumerate(model.blocks, 1):
+            self.use(i, ahead=i + 1)
+            h = block(h, cos, sin, keys)
+            if self.stage == 3:
+                h = UseInBackward.apply(h, self, i)
+        self.use(last, ahead=None)
+        return model.loss_sum(h, y)
+
+    def use(self, i: int, ahead: int | None) -> None:
+        """Stage 3: wait for the weights of unit i, which is about to compute, and have those of unit `ahead` come meanwhile."""
+        if self.stage == 3:
+            self.all_gather(i)
+            self.arrive(i)
+            if self.cfg.overlap and ahead is not None:
+                self.all_gather(ahead)
+
+    def all_gather(self, i: int) -> None:
+        """Start bringing unit i into its buffer, over unit i-2 or i+2, whose compute is queued before; nothing if it is there."""
+        unit = self.units[i]
+        if self.held[self.slot(i)] != i:
+            with at("all_gather", unit.flat.name, unit.weights.nbytes):
+                unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+            self.held[self.slot(i)] = i
+
+    def arrive(self, i: int) -> None:
+        unit = self.units[i]
+        if unit.gathering is not None:
+            with at("wait", unit.flat.name):
+                unit.gathering.wait()  # on a GPU: the compute stream waits, not the host
+            unit.gathering = None
+
+    # -- gradients leave --
+
+    def grad_ready(self, unit: Unit, name: str, param: torch.nn.Parameter) -> None:
+        """Move one gradient into its unit's flat buffer and send the buffer once it is complete."""
+        if self.stage < 2:
+            into = unit.flat.view(unit.grad, name)
+            into.copy_(param.grad) if self.first_micro else into.add_(param.grad)
+        else:
+            full = self.full[unit.index % 2]
+            if unit.arrived == 0:
+                self.settle(unit.index % 2)
+                full[unit.flat.numel : unit.flat.padded].zero_()
+            unit.flat.view(full, name).copy_(param.grad)
+        if self.watch and not param.grad.isfinite().all():
+            self.suspects.append(name)
+        param.grad = None
+        unit.arrived += 1
+        if unit.arrived == len(unit.flat.shapes):
+            unit.arrived = 0
+            if self.stage >= 2 or self.last_micro and self.cfg.overlap:
+                self.reduce(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """Start summing a unit's gradient over the ranks, each to receive its shard (stage 0: all of it)."""
+        group = self.run.group
+        if self.stage >= 2:
+            slot = unit.index % 2
+            full, part = self.full[slot][: unit.flat.padded], self.part[slot][: len(unit.grad)]
+            with at("reduce_scatter", unit.flat.name, full.nbytes):
+                unit.reducing = reduce_scatter_single(part, full, group=group, async_op=True)
+            self.sending[slot] = unit, self.first_micro, self.last_micro
+            if not self.cfg.overlap:
+                self.settle(slot)
+            return
+        unit.wire = unit.grad if self.wire_dtype == unit.grad.dtype else unit.grad.to(self.wire_dtype)
+        if self.stage == 1:
+            with at("reduce_scatter", unit.flat.name, unit.wire.nbytes):
+                unit.reducing = reduce_scatter_single(unit.wire[unit.mine], unit.wire, group=group, async_op=True)
+        else:
+            with at("all_reduce", unit.flat.name, unit.wire.nbytes):
+                unit.reducing = dist.all_reduce(unit.wire, group=group, async_op=True)
+
+    def settle(self, slot: int) -> None:
+        """Stage 2, 3: take in the shard that was under way in this slot; its full-size buffer is free again."""
+        if self.sending[slot] is None:
+            return
+        (unit, first, last), self.sending[slot] = self.sending[slot], None
+        with at("wait", unit.flat.name):
+            unit.reducing.wait()
+        unit.reducing = None
+        part = self.part[slot][: len(unit.grad)]
+        unit.grad.copy_(part) if first else unit.grad.add_(part)  # accumulated in fp32 whatever travelled
+        if last:
+            self.copy_out(unit)
+
+    def finish(self) -> None:
+        """Wait until every shard holds the sum over all ranks."""
+        if self.stage >= 2:
+            self.settle(0)
+            self.settle(1)
+            return
+        for unit in reversed(self.units):  # the order in which backward completed them
+            if not self.cfg.overlap:
+                self.reduce(unit)
+            with at("wait", unit.flat.name):
+                unit.reducing.wait()
+            unit.reducing = None
+            if unit.wire is not unit.grad:
+                unit.grad_shard.copy_(unit.wire[unit.mine])
+            unit.wire = unit.grad
+            self.copy_out(unit)
+
+    def grad_norm(self) -> float:
+        """Norm of the summed gradient: each shard's squares once (padding is zero), summed over the ranks."""
+        norms = torch.stack([torch.linalg.vector_norm(u.grad_shard) for u in self.units])
+        squares = norms.double().square().sum()
+        if self.stage:
+            with at("all_reduce", "squared norm", squares.nbytes):
+                dist.all_reduce(squares, group=self.run.group)
+        return squares.sqrt().item()
+
+    def culprit(self) -> str:
+        """Collective: which parameter's gradient is not finite; from the second such step on, which rank brought it too."""
+        shards = ((u, p, t) for u in self.units for p, piece in u.flat.pieces("", u.grad_shard, u.first).items() for _, t in piece.boxes)
+        mine = next((name for _, name, t in shards if not t.isfinite().all()), None)
+        names, suspects = zip(*self.run.everyone((mine, self.suspects[:1])), strict=True)
+        self.watch, self.suspects = True, []
+        found = [f"{names[0]} on rank {rank}" for rank, names in enumerate(suspects) if names]
+        return ", ".join(found) or next((name for name in names if name), "the sum over the ranks")
+
+    # -- the update --
+
+    def adamw_step(self, update: int, lr: float, factor: float) -> None:
+        """AdamW on this rank's shards, with gradients times `factor`, and the new weights to everyone."""
+        for unit, (exp_avg, exp_avg_sq) in zip(self.units, self.moments, strict=True):
+            if unit.copied is not None:
+                unit.copied.synchronize()  # its gradient has reached the host
+            if factor != 1:
+                unit.home_grad.mul_(factor)
+            adamw_step(unit.master, unit.home_grad, exp_avg, exp_avg_sq, unit.flat.decay - unit.first, update, lr, self.cfg)
+            self.publish(unit)
+        for unit in self.units:
+            self.arrive(unit.index)
+        self.held = [None] * 3  # what the buffers hold is of the step before
+        self.watch = False
+
+    def publish(self, unit: Unit) -> None:
+        """New compute weights from a unit's masters: to the shard, and at stages 1 and 2 from there to all ranks."""
+        if self.cfg.offload == "optimizer" and self.cuda:
+            staging = self.staging[unit.index % 2][: len(unit.master)]
+            self.sent[unit.index % 2].synchronize()  # the unit before last has left the staging buffer
+            staging.copy_(unit.master)  # fp32 -> bf16 on the host: half the bytes over PCIe
+            unit.shard.copy_(staging, non_blocking=True)
+            self.sent[unit.index % 2].record()
+        elif unit.shard is not unit.master:
+            unit.shard.copy_(unit.master)
+        if self.stage in (1, 2):
+            with at("all_gather", unit.flat.name, unit.weights.nbytes):
+                unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+
+    def masters_changed(self) -> None:
+        """After a load: bring the compute weights up to date."""
+        for unit in self.units:
+            self.publish(unit)
+            if self.stage < 3:
+                self.arrive(unit.index)
+        self.held = [None] * 3
+
+    # -- offload --
+
+    def move_to_host(self) -> None:
+        """Masters, moments and arriving gradient shards in one pinned arena; bf16 weights leave it through two staging buffers."""
+        run, itemsize = self.run, self.run.master_dtype.itemsize
+        total = sum(len(u.master) for u in self.units)
+        arena = host_memory(4 * total * itemsize, self.cuda).view(run.master_dtype)
+        end = 0
+
+        def take(like: Tensor) -> Tensor:
+            nonlocal end
+            end += len(like)
+            return arena[end - len(like) : end].zero_()
+
+        for unit in self.units:
+            self.moments.append((take(unit.master), take(unit.master)))
+            unit.to_host(take)
+        if self.cuda:
+            longest = max(len(u.master) for u in self.units)
+            self.staging = [torch.empty(longest, dtype=run.dtype, pin_memory=True) for _ in range(2)]
+            self.sent = [torch.cuda.Event() for _ in range(2)]
+            self.stream = torch.cuda.Stream()
+
+    def copy_out(self, unit: Unit) -> None:
+        """Send a finished gradient shard to the host, behind whatever backward computes next."""
+        if unit.home_grad is unit.grad_shard:
+            return
+        if not self.cuda:
+            unit.home_grad.copy_(unit.grad_shard)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            unit.home_grad.copy_(unit.grad_shard, non_blocking=True)
+            unit.copied = unit.copied or torch.cuda.Event()
+            unit.copied.record()
+
+    def pieces(self) -> dict[str, Piece]:
+        """The training state by name, for checkpoint.py: this rank's shards, as boxes of the named tensors."""
+        found: dict[str, Piece] = {}
+        for u, (exp_avg, exp_avg_sq) in zip(self.units, self.moments, strict=True):
+            for prefix, shard in (("", u.master), ("exp_avg.", exp_avg), ("exp_avg_sq.", exp_avg_sq)):
+                found |= u.flat.pieces(prefix, shard, u.first)
+        return found
+
+
+class UseInBackward(torch.autograd.Function):
+    """Identity on block i's output. In backward it runs just before the block: its weights are waited for, the next called."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, zero: Zero, i: int) -> Tensor:
+        ctx.zero, ctx.i = zero, i
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # the embedding needs no weights in backward: called for the next micro-batch, if there is one before they change
+        ahead = ctx.i - 1 if ctx.i > 1 or not ctx.zero.last_micro else None
+        ctx.zero.use(ctx.i, ahead)
+        return grad, None, None
+
+
+def flat_units(run: Run) -> list[FlatUnit]:
+    """The units in the order of forward, padded so that every rank's shard has the same length (at stage 0 too: same bits)."""
+    shapes = param_shapes(run.model_cfg)
+    return [flat_unit(u, {n: shapes[n] for n in names}, run.world_size) for u, names in unit_names(run.model_cfg).items()]
+
+
+def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]:
+    """Stage 3: the units gathered in one step, in order. A unit that its buffer still holds from the pass before is not."""
+    held, order = {}, []
+    forward = list(range(units))
+    for micro in range(accum):
+        backward = list(range(units - 2, 0, -1)) + ([0] if overlap and micro < accum - 1 else [])
+        for i in forward + backward:
+            slot = 2 if tied and i == 0 else i % 2
+            if held.get(slot) != i:
+                order.append(i)
+            held[slot] = i
+    return order
+
+
+def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
+    cfg, n, master, compute = run.cfg, run.world_size, run.master_dtype.itemsize, run.dtype.itemsize
+    wire = 2 if cfg.wire == "bf16" and master == 4 else master
+    units = flat_units(run)
+    P, longest, home = sum(u.padded for u in units), max(u.padded for u in units), 0 if cfg.offload == "optimizer" else 1
+    shard = P // n if cfg.stage else P
+    own_shard = 0 if compute == master and home else compute * shard  # stage 3: apart from the masters
+    memory = {
+        "master weights": home * master * shard,
+        "moments": home * 2 * master * shard,
+        "gradients": master * (shard if cfg.stage >= 2 else P),
+        "compute weights": own_shard if cfg.stage == 3 else compute * P,
+        "weight buffers": compute * (2 * longest + run.model_cfg.tie * units[0].padded) if cfg.stage == 3 else 0,
+        "gradient buffers": 2 * wire * (longest + longest // n) if cfg.stage >= 2 else 0,
+        "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute),
+        "gradients in passing": compute * longest,
+    }
+    if not home:
+        say(f"host memory: {4 * master * shard / 1e9:.3f} GB pinned per rank (masters, moments, gradients)")
+    traffic: list[tuple[str, str, int]] = []
+    if cfg.stage == 3:
+        order = gather_order(len(units), run.accum, run.model_cfg.tie, cfg.overlap)
+        traffic += [("all_gather", units[i].name, compute * units[i].padded) for i in order]
+    op = "reduce_scatter" if cfg.stage else "all_reduce"
+    times = run.accum if cfg.stage >= 2 else 1
+    traffic += times * [(op, u.name, wire * u.padded) for u in reversed(units)]
+    traffic += [("all_reduce", "loss, tokens, stop", 24)] + ([("all_reduce", "squared norm", 8)] if cfg.stage else [])
+    if cfg.stage in (1, 2):
+        traffic += [("all_gather", u.name, compute * u.padded) for u in units]
+    return memory, traffic
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
+    """cfg with what the file of --deepspeed says; what is ignored in it is printed."""
+    if not cfg.deepspeed:
+        return cfg
+    world_size = dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
+    values, lines = read_deepspeed(cfg.deepspeed, world_size, given)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("\n".join(lines), flush=True)
+    return dataclasses.replace(cfg, **values)
+
+
+# [same in every train_*.py
+@torch.no_grad()
+def evaluate(run: Run, model: GPT) -> float:
+    """Mean loss over the validation windows, each counted once however many ranks score them."""
+    cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
+    batches = val_batches(
+        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+    )
+    for x, y, _ in batches:
+        x, y = x.to(run.device), y.to(run.device)
+        total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
+    dist.all_reduce(total, group=run.group)
+    return (total[0] / total[1]).item()
+
+
+# same]
+
+
+def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
+    """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
+    run = launch.start(from_deepspeed(cfg, group), __file__, group)
+    cfg = run.cfg
+    memory, traffic = predict(run)
+    if cfg.explain:
+        launch.explain(run, memory, traffic)
+        return []
+
+    model = GPT(run.model_cfg, cfg.recompute)
+    zero = Zero(model, run)
+    model.set_buffers(run.dtype, run.device)
+    if cfg.compile:
+        model.compile_blocks()
+
+    # [same in every train_*.py
+    scaler = LossScaler(cfg)
+    saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
+    start, updates = launch.resume(run, saver, zero, scaler)
+    batches = Batches(
+        run.tokens,
+        seq_len=cfg.seq_len,
+        global_batch=cfg.global_batch,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        seed=cfg.seed,
+        start_step=start,
+        steps=cfg.steps,
+        workers=cfg.workers,
+        device=run.device,
+        vocab_size=cfg.vocab_size,
+    )
+    nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
+    # same]
+
+    with Meter(run, flops_per_token(run.model_cfg)) as meter:
+        for step in range(start, cfg.steps):
+            facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
+            scale = scaler.scale
+            for micro in range(run.accum):
+                x, y, sample = batches.next()
+                launch.log_samples(run, step, sample)
+                zero.first_micro, zero.last_micro = micro == 0, micro == run.accum - 1
+                with at("forward"):
+                    keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
+                    loss = zero(x, y, keys)  # a sum: what it must be divided by is known once all ranks have counted
+                with at("backward"):
+                    (loss * (scale / nominal)).backward()  # buckets leave from in here, in the last micro-batch
+                facts[:2] += torch.stack([loss.detach().double(), (y != IGNORE).sum().double()])
+            zero.finish()
+
+            # [same in every train_*.py
+            facts[2] = launch.stop_signal()
+            with at("all_reduce", "loss, tokens, stop", facts.nbytes):
+                dist.all_reduce(facts, group=run.group)
+            loss_sum, n_valid, stop = facts.tolist()
+            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            lr = lr_at(updates, cfg)
+            # same]
+
+            with at("optimizer"):
+                norm = zero.grad_norm() * to_mean
+                finite = math.isfinite(norm)
+                scaler.update(finite, "" if finite else zero.culprit())
+                if finite:  # else all ranks skip: they hold the same norm
+                    zero.adamw_step(updates, lr, gradient_factor(norm, cfg.clip) * to_mean)
+                    updates += 1
+
+            # [same in every train_*.py
+            done = step + 1
+            more = {}
+            if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
+                with at("eval"):
+                    more["val_loss"] = evaluate(run, zero)
+            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+                saver.save(done, zero.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+            if stop:
+                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                break
+        saver.wait()
+        batches.close()
+        meter.summary(memory, traffic)
+    return meter.rows
+    # same]
+
+
+if __name__ == "__main__":
+    launch.run_script(main, Config, __doc__)
