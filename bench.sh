@@ -3,7 +3,7 @@
 #
 #     ./bench.sh                                             # 6b on the GPUs that are here: 1, 2, 4, 8
 #     MODEL=1b GPUS="1 4" STRATEGIES="ddp zero2" ./bench.sh  # some of it
-#     MICRO=2 GLOBAL_BATCH=32 ./bench.sh --recompute full    # flags go to every run
+#     MICRO="4 pipe=2" ./bench.sh --recompute full           # micro-batch of all, of one; flags go to every run
 #     timeout 600 ./bench.sh                                 # the most important cells come first, the table is printed at the end
 #
 # A cell is a process of its own: 8 steps, the first 3 warm up, each timed with the GPU synchronised; at most LIMIT seconds.
@@ -79,7 +79,7 @@ limited() { # limited LOG COMMAND...: in the background, so that a signal to thi
 reason() { grep -aE '^(rank [0-9]+: )?(error: |[A-Za-z_.]*(Error|Exception|Interrupt)\b)' "$1" | head -1 | cut -c1-200; } # the first error is the cause
 
 cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that says why not; 0 when the figure is there
-    local name=$1 n=$2 script launcher shown flags command out code
+    local name=$1 n=$2 script launcher shown flags command out code word micro=''
     shift 2
     script=($(strategy "$name"))
     [ -f "${script[0]}" ] || { echo "left out  $name: there is no ${script[0]} here"; return 0; }
@@ -87,7 +87,10 @@ cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that say
     tried+=" $name:$n "
     launcher=("$PYTHON") shown=python
     [ "$n" -gt 1 ] && launcher+=(-m torch.distributed.run --standalone --nproc_per_node="$n") shown="torchrun --nproc_per_node=$n"
-    flags=(--model "$MODEL" --global-batch "$GLOBAL_BATCH" ${MICRO:+--micro-batch "$MICRO"} --device $device --steps 8
+    for word in $MICRO; do
+        case $word in "$name="*) micro=${word#*=} ;; *=*) ;; *) micro=${micro:-$word} ;; esac
+    done
+    flags=(--model "$MODEL" --global-batch "$GLOBAL_BATCH" ${micro:+--micro-batch "$micro"} --device $device --steps 8
         --eval-every 0 --save-every 0 --log-every 1 "$@")
     command="$shown ${script[*]} ${flags[*]}"
     "$PYTHON" bench_table.py has "$file" "$command" && { echo "kept      $name on $n"; return 0; }

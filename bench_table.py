@@ -93,7 +93,7 @@ def print_table(path: str) -> None:
     if losses and max(losses) - min(losses) > allowed:
         sys.exit(f"FAILED  the final losses differ by {max(losses) - min(losses):.2g}, allowed is {allowed:g}: not the same training")
     print(f"final losses agree within {max(losses, default=0) - min(losses, default=0):.1g} (allowed {allowed:g})")
-    print(f"{rows[-1]['model']}, {rows[-1]['global_batch']} x {rows[-1]['seq_len']} tokens a step; {rows[-1]['hardware']}")
+    print(f"{Path(rows[-1]['model']).stem}, {rows[-1]['global_batch']} x {rows[-1]['seq_len']} tokens a step; {rows[-1]['hardware']}")
 
 
 def draw(path: str, picture: str) -> None:
@@ -110,11 +110,12 @@ def draw(path: str, picture: str) -> None:
     for strategy in dict.fromkeys(r["strategy"] for r in rows):
         mine = [r for r in rows if r["strategy"] == strategy]
         axes.plot([r["gpus"] for r in mine], [r["tok_s"] for r in mine], "o-", label=strategy)
+    counts = sorted({r["gpus"] for r in rows})
+    axes.set_xticks(counts)
     best = next((r for name in BASELINES for r in rows if r["strategy"] == name and r["gpus"] == 1), None)
     if best:
-        counts = sorted({r["gpus"] for r in rows})
         axes.plot(counts, [best["tok_s"] * n for n in counts], "k--", lw=1, label=f"{BASELINES[best['strategy']]} x N")
-    axes.set(xlabel="GPUs", ylabel="tokens/s", title=f"{rows[-1]['model']}, {rows[-1]['hardware']}", ylim=(0, None))
+    axes.set(xlabel="GPUs", ylabel="tokens/s", title=f"{Path(rows[-1]['model']).stem}, {rows[-1]['hardware']}", ylim=(0, None))
     axes.legend()
     figure.savefig(picture, dpi=120, bbox_inches="tight")
 

@@ -564,6 +564,7 @@ def host_memory(nbytes: int, page_locked: bool) -> torch.Tensor:
     """1-D uint8. Page-locked by cudaHostRegister, not by pin_memory=True, which rounds up to a power of two: 73 GB would take 137."""
     arena = torch.empty(nbytes, dtype=torch.uint8)
     if page_locked and nbytes:
+        arena.zero_()  # by all threads: locking would bring the pages in one by one
         cudart = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))
         weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())

@@ -59,6 +59,7 @@ class Run:
     accum: int  # micro-batches per rank and step
     out: str | None  # run folder
     script: str
+    outside: int = 0  # bytes of GPU memory taken outside torch's allocator
     counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
 
     @property
@@ -225,9 +226,9 @@ def start(cfg: Config, script: str, group: dist.ProcessGroup | None = None, mode
 
 
 def _set_up_torch(cfg: Config, device: torch.device) -> None:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))  # torchrun leaves one thread per process
     if device.type == "cpu":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))  # torchrun leaves one thread per process
         return
     torch.set_float32_matmul_precision("highest" if cfg.deterministic else "high")  # TF32 for --dtype float32
     # cuDNN's attention is 1.7 times as fast as FlashAttention-2 on Hopper; its backward pass is not deterministic

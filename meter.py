@@ -16,6 +16,7 @@ time a transfer took; what ran behind compute costs nothing and is not shown.
 import dataclasses
 import json
 import os
+import re
 import time
 from collections import defaultdict
 from contextlib import contextmanager
@@ -56,6 +57,15 @@ BF16_PEAK = {  # dense bf16 FLOP/s by the maker's data sheet, looked up by a par
     "RTX A6000": 155e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+}
+
+KERNELS = {  # kind of kernel in a trace -> pattern of its name
+    "communication": "nccl|gloo|c10d",
+    "attention": "sdpa|flash|fmha|attention",
+    "matrix product": "gemm|nvjet|cutlass|cublas|mm$|addmm|xmma",
+    "optimizer": "adam",
+    "copies": "memcpy|memset|copy",
+    "fused pointwise": "triton",
 }
 
 _meter: "Meter | None" = None
@@ -102,6 +112,7 @@ class Meter:
         self.step_traffic: dict[str, tuple[int, int]] = {}  # of the last whole step: op -> (calls, bytes)
         self.sequence = 0
         self.file = None
+        self.profiler = None
 
     def __enter__(self) -> "Meter":
         global _meter
@@ -113,11 +124,17 @@ class Meter:
         self.pool: list[torch.cuda.Event] = []
         self.marks: list[tuple[str, object]] = []
         self._mark("other")
+        if self.run.cfg.profile:
+            plan = torch.profiler.schedule(wait=3, warmup=1, active=1, repeat=1)  # the fifth step: compiled and warm
+            self.profiler = torch.profiler.profile(schedule=plan, on_trace_ready=self._trace)
+            self.profiler.start()
         return self
 
     def __exit__(self, *exc) -> None:
         global _meter
         _meter = self.outer
+        if self.profiler:
+            self.profiler.stop()
         if self.file:
             self.file.close()
 
@@ -130,6 +147,8 @@ class Meter:
         self.marks.append((part, now))
 
     def _enter(self, op: str, what: str, nbytes: int) -> None:
+        if "eval" in self.stack:
+            op = "eval"  # what evaluation sends is not part of a step
         if op in COLLECTIVES:
             self.bytes[op] += nbytes
             self.calls[op] += 1
@@ -168,7 +187,7 @@ class Meter:
     def peak_bytes(self) -> int:
         """Peak memory of this rank so far: the allocator's on a GPU, the process's resident set on a CPU."""
         if self.cuda:
-            return torch.cuda.max_memory_allocated(self.run.device)
+            return torch.cuda.max_memory_allocated(self.run.device) + self.run.outside
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -204,11 +223,29 @@ class Meter:
             **more,
         )
         self.rows.append(row)
+        if self.profiler:
+            self.profiler.step()
         if self.run.rank == 0:
             self._write(row)
             if step % self.run.cfg.log_every == 0 or step + 1 == self.run.cfg.steps or skipped or "val_loss" in more:
                 self._print(row)
         return row
+
+    def _trace(self, profiler: torch.profiler.profile) -> None:
+        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel (streams overlap: no 100 %)."""
+        folder = Path(self.run.out, "trace")
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank-{self.run.rank}.json.gz"))
+        split: dict[str, float] = defaultdict(float)
+        names: dict[str, float] = defaultdict(float)
+        for event in profiler.events():
+            busy = event.self_device_time_total if self.cuda else event.self_cpu_time_total
+            if busy and (not self.cuda or event.device_type == torch.autograd.DeviceType.CUDA):
+                split[next((kind for kind, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "other")] += busy / 1e3
+                names[event.name[:100]] += busy / 1e3
+        say("trace of one step, ms by kind: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in sorted(split.items(), key=lambda kv: -kv[1])))
+        for name, ms in sorted(names.items(), key=lambda kv: -kv[1])[:16]:
+            say(f"  {ms:9.1f}  {name}")
 
     def _write(self, row: dict) -> None:
         if self.run.out is None:

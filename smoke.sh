@@ -22,7 +22,8 @@ first=6 total=10 failed=0 firsts=()
 
 ok() { printf 'ok      %s\n' "$*"; }
 bad() { printf 'FAILED  %s\n' "$*"; failed=1; }
-reason() { grep -aE '[Ee]rror' "$1" | tail -1 | cut -c1-200; } # what a log says last about what went wrong
+# the first error in a log, without torchrun's own summary of it
+reason() { grep -aE '(^|[] :])([Ee]rror|[A-Za-z.]+(Error|Exception)): ' "$1" | grep -avE 'ChildFailedError|elastic' | head -1 | cut -c1-200; }
 # --standalone: a free port, so that two runs at once do not meet; -k: a process that ignores the first signal goes too
 two() { timeout -k 10 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
 

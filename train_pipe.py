@@ -3,8 +3,9 @@
     torchrun --nproc_per_node=4 train_pipe.py                            # 4 stages, 1F1B
     torchrun --nproc_per_node=4 train_pipe.py --pp 2                     # 2 stages, 2 data-parallel replicas of the pipeline
     torchrun --nproc_per_node=2 train_pipe.py --model 6b --global-batch 64 --micro-batch 4 --data DIR
+    torchrun --nproc_per_node=2 train_pipe.py --schedule interleaved --chunks 4 --model 6b --global-batch 64 --data DIR
     python train_pipe.py --draw --pp 4 --global-batch 8 --micro-batch 1  # the schedules as timelines, then exit
-    torchrun --nproc_per_node=4 train_pipe.py --stages 5,5,4,4           # blocks per stage by hand; --explain: memory, sends
+    torchrun --nproc_per_node=2 train_pipe.py --stages 3,1 --explain     # blocks per stage by hand; memory and sends, then exit
 
     gpipe: 4 stages, 4 micro-batches, idle 42.9% of the time
       stage 0  F0F1F2F3 . . . . . . . . .B0--B1--B2--B3--  holds 4
@@ -18,11 +19,19 @@
       stage 2   . .F0F1 . .B0--F2B1--F3B2-- .B3-- . . . .  holds 2
       stage 3   . . .F0B0--F1B1--F2B2--F3B3-- . . . . . .  holds 1
 
-Both idle the same, (p-1)/(m+p-1) of the time for p stages and m micro-batches: while the pipe fills and while it drains.
-What differs is memory: a stage keeps a micro-batch's activations from its F to its B, GPipe all m of them, 1F1B at most
-p - stage. One step of a stage:
+    interleaved: 4 stages, 4 micro-batches, idle 27.3% of the time
+      stage 0  F0F1F2F3G0G1G2G3 . . . . . .C0-- .C1-- .C2-- .C3--B0--B1--B2--B3--  holds 8/2
+      stage 1   .F0F1F2F3G0G1G2G3 . . .C0-- .C1-- .C2-- .C3--B0--B1--B2--B3-- . .  holds 8/2
+      stage 2   . .F0F1F2F3G0G1G2 .C0--G3C1-- .C2-- .C3--B0--B1--B2--B3-- . . . .  holds 7/2
+      stage 3   . . .F0F1F2F3G0C0--G1C1--G2C2--G3C3--B0--B1--B2--B3-- . . . . . .  holds 5/2
 
-    for F or B, micro-batch in schedule:
+F is a forward pass, B-- a backward pass, twice as long. The pipe fills and drains: (p-1)/(m+p-1) of the time is idle for
+p stages and m micro-batches, in GPipe as in 1F1B. These differ in memory: a stage keeps a micro-batch's activations from its
+F to its B, GPipe all m of them, 1F1B at most p - stage. Interleaved, a stage holds v parts from all over the model (G and C
+are the second ones): filling takes a v-th of the time, so (p-1)/(v m+p-1) is idle, for v times the sends and about one
+micro-batch more in memory. One step of a stage:
+
+    for F or B, micro-batch (and chunk) in schedule:
         F:  h = recv(previous stage);  out = blocks(h);  isend(out, next stage)         (first: tokens, last: the loss)
         B:  g = recv(next stage);      out.backward(g);  isend(h.grad, previous stage)
             in the last one:  all_reduce(bucket of block i) over the stage's replicas     while backward goes on
@@ -44,6 +53,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -65,79 +75,95 @@ from train_ddp import DataParallel
 @dataclass
 class Config(train_ddp.Config):
     pp: int = 0  # pipeline stages; the remaining ranks are data parallel [all ranks]
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"  # order of forward and backward passes
-    stages: str = ""  # blocks per stage, as in 5,5,4,4 [equal work, the head counted]
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"  # order of forward and backward passes
+    chunks: int = 2  # interleaved: parts of the model a stage holds; the bubble shrinks, sends grow by it
+    stages: str = ""  # blocks per stage (interleaved: per part), as in 5,5,4,4 [equal work, the head counted]
     draw: bool = False  # draw the schedules as timelines, then exit
 
 
 # --- the idea ---------------------------------------------------------------------------------------------------------
 
 
-def schedule(name: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def schedule(name: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[tuple[str, int]]:
     """What a stage does in one step, in order: ("F" | "B", micro-batch) pairs. Pure, so it can be proved without processes.
 
-    Micro-batches come in the same order in both schedules and both passes: sums of gradients are bit-equal, and a link
-    needs no tags.
+    Micro-batches come in the same order in all schedules and both passes: sums of gradients are bit-equal, and a link needs
+    no tags. Interleaved: micro-batch i in the stage's chunk c is the number c * micro_batches + i; stages divides micro_batches.
     """
-    warmup = micro_batches if name == "gpipe" else min(stages - stage - 1, micro_batches)  # forwards before the first backward
-    order = [("F", micro) for micro in range(warmup)]
-    for micro in range(warmup, micro_batches):  # one forward, one backward: the oldest activations go before new ones come
-        order += [("F", micro), ("B", micro - warmup)]
-    return order + [("B", micro) for micro in range(micro_batches - warmup, micro_batches)]
+    n = micro_batches * chunks
+    # forwards before the first backward; interleaved, the first micro-batches return from the last chunk so much later
+    warmup = n if name == "gpipe" else stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warmup = min(warmup, n)
+
+    def number(k: int, backward: bool) -> int:
+        """Of the k-th pass: as many micro-batches as there are stages go through one chunk, then through the next."""
+        turn, k = divmod(k, stages * chunks) if chunks > 1 else (0, k)
+        chunk, micro = divmod(k, stages) if chunks > 1 else (0, k)
+        return (chunks - 1 - chunk if backward else chunk) * micro_batches + turn * stages + micro
+
+    order = [("F", number(k, False)) for k in range(warmup)]
+    for k in range(warmup, n):  # one forward, one backward: the oldest activations go before new ones come
+        order += [("F", number(k, False)), ("B", number(k - warmup, True))]
+    return order + [("B", number(k, True)) for k in range(n - warmup, n)]
 
 
 def most_in_flight(order: list[tuple[str, int]]) -> int:
-    """Micro-batches whose activations a stage holds at once, at most."""
-    held = [sum(1 if op == "F" else -1 for op, _ in order[: i + 1]) for i in range(len(order))]
-    return max(held)
+    """Forward passes of which a stage holds the activations at once, at most."""
+    return max(accumulate(1 if op == "F" else -1 for op, _ in order))
 
 
-def timeline(name: str, stages: int, micro_batches: int) -> list[list[tuple[int, str, int]]]:
-    """By stage, (start, "F" | "B", micro-batch) when a forward takes 1 and a backward 2 units of time.
+def timeline(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[tuple[int, str, int]]]:
+    """By stage, (start, "F" | "B", number as in schedule) when a forward takes 1 and a backward 2 units of time.
 
     Raises ValueError when every unfinished stage waits for another: the schedule is a deadlock.
     """
-    orders = [schedule(name, s, stages, micro_batches) for s in range(stages)]
+    orders = [schedule(name, s, stages, micro_batches, chunks) for s in range(stages)]
     rows: list[list[tuple[int, str, int]]] = [[] for _ in orders]
-    end: dict[tuple[int, str, int], int] = {}
+    free = [0] * stages  # when a stage has finished what it has started
+    end: dict[tuple[str, int, int], int] = {}  # of (pass, part of the model, micro-batch)
     while any(len(row) < len(order) for row, order in zip(rows, orders)):
         before = len(end)
         for s, (row, order) in enumerate(zip(rows, orders)):
             if len(row) == len(order):
                 continue
-            op, micro = order[len(row)]
-            neighbour = s - 1 if op == "F" else s + 1
-            if 0 <= neighbour < stages and (neighbour, op, micro) not in end:
+            op, number = order[len(row)]
+            chunk, micro = divmod(number, micro_batches)
+            part = chunk * stages + s
+            source = part - 1 if op == "F" else part + 1
+            if 0 <= source < stages * chunks and (op, source, micro) not in end:
                 continue
-            free = end[s, row[-1][1], row[-1][2]] if row else 0
-            start = max(free, end.get((neighbour, op, micro), 0))
-            row.append((start, op, micro))
-            end[s, op, micro] = start + (1 if op == "F" else 2)
+            start = max(free[s], end.get((op, source, micro), 0))
+            free[s] = end[op, part, micro] = start + (1 if op == "F" else 2)
+            row.append((start, op, number))
         if len(end) == before:
             raise ValueError(f"{name}, {stages} stages, {micro_batches} micro-batches: every stage waits for another")
     return rows
 
 
-def draw(name: str, stages: int, micro_batches: int) -> str:
-    """The timeline as text: a unit of time is 2 characters, a forward F3, a backward B3-- of micro-batch 3 (10 is a)."""
-    rows = timeline(name, stages, micro_batches)
+def draw(name: str, stages: int, micro_batches: int, chunks: int = 1) -> str:
+    """The timeline as text: a unit of time is 2 characters, a forward F3, a backward B3-- of micro-batch 3 (10 is a).
+
+    In a stage's further chunks they are G3, H3, ... and C3--, D3--, ...
+    """
+    rows = timeline(name, stages, micro_batches, chunks)
     units = rows[0][-1][0] + 2  # the first stage's last backward ends the step
     lines = []
     for s, row in enumerate(rows):
         line = [" ."] * units
-        for start, op, micro in row:
-            digit = "0123456789abcdefghijklmnopqrstuvwxyz"[micro % 36]
-            line[start : start + (1 if op == "F" else 2)] = [f"F{digit}"] if op == "F" else [f"B{digit}", "--"]
-        held = most_in_flight(schedule(name, s, stages, micro_batches))
-        lines.append(f"  stage {s}  {''.join(line)}  holds {held}")
-    idle = 1 - 3 * micro_batches / units
+        for start, op, number in row:
+            chunk, micro = divmod(number, micro_batches)
+            label = ("FGHI" if op == "F" else "BCDE")[chunk % 4] + "0123456789abcdefghijklmnopqrstuvwxyz"[micro % 36]
+            line[start : start + (1 if op == "F" else 2)] = [label] if op == "F" else [label, "--"]
+        held = most_in_flight(schedule(name, s, stages, micro_batches, chunks))
+        lines.append(f"  stage {s}  {''.join(line)}  holds {held}" + f"/{chunks}" * (chunks > 1))
+    idle = 1 - 3 * micro_batches * chunks / units
     return "\n".join([f"{name}: {stages} stages, {micro_batches} micro-batches, idle {idle:.1%} of the time", *lines])
 
 
 def cut(model_cfg: ModelConfig, stages: int, by_hand: str = "") -> list[range]:
-    """The blocks of each stage, contiguous, with the costliest stage as cheap as whole blocks allow. Raises UserError.
+    """The blocks of each part, contiguous, with the costliest part as cheap as whole blocks allow. Raises UserError.
 
-    Costs in FLOPs: a block is 1, the head 6 V C over a block's (1.15 in 6b, 2 and more in small models), the embedding 0.
+    Costs in FLOPs: a block is 1, the head 6 V C over a block's (1.11 in 6b, 5 in 124m), the embedding 0.
     """
     n_layer = model_cfg.n_layer
     if by_hand:
@@ -147,26 +173,43 @@ def cut(model_cfg: ModelConfig, stages: int, by_hand: str = "") -> list[range]:
                 f"--stages {by_hand}: expected {stages} whole numbers of 1 or more, with the sum {n_layer} (blocks of the model)"
             )
     elif stages > n_layer:
-        raise UserError(f"--pp {stages}: every stage needs a block and the model has {n_layer}; allowed is 1 to {n_layer}")
+        raise UserError(
+            f"--pp (times --chunks) makes {stages} parts, each needs a block and the model has {n_layer}; allowed is 1 to {n_layer} parts"
+        )
     else:
         head = 6 * model_cfg.vocab_size * model_cfg.n_embd
         head /= (flops_per_token(model_cfg) - head) / n_layer
-        # all stages but the last are alike: only the last one's number of blocks is open
+        # all stages but the last are alike: only the last one's number of blocks is open; of equals the largest, so that few are slow
         last = n_layer
         if stages > 1:
-            last = min(range(1, n_layer - stages + 2), key=lambda n: max(math.ceil((n_layer - n) / (stages - 1)), n + head))
+            last = min(range(n_layer - stages + 1, 0, -1), key=lambda n: max(math.ceil((n_layer - n) / (stages - 1)), n + head))
         # what does not divide goes to later stages: 1F1B keeps fewer micro-batches there
         counts = [(n_layer - last + s) // (stages - 1) for s in range(stages - 1)] + [last]
     ends = [sum(counts[: s + 1]) for s in range(stages)]
     return [range(end - n, end) for end, n in zip(ends, counts)]
 
 
-def stage_units(model_cfg: ModelConfig, blocks: range) -> dict[str, list[str]]:
+def stage_units(model_cfg: ModelConfig, parts: list[range]) -> dict[str, list[str]]:
     """Parameters of the stage with these blocks, by unit in the order of the forward pass; a tied embedding is on both ends."""
-    first, last = blocks.start == 0, blocks.stop == model_cfg.n_layer
-    held = ["embed"] * first + [f"block.{i}" for i in blocks] + ["head"] * last + ["embed"] * (last and not first and model_cfg.tie)
+    first, last = parts[0].start == 0, parts[-1].stop == model_cfg.n_layer
+    blocks = [f"block.{i}" for part in parts for i in part]
+    held = ["embed"] * first + blocks + ["head"] * last + ["embed"] * (last and not first and model_cfg.tie)
     units = unit_names(model_cfg)
     return {unit: units[unit] for unit in held}
+
+
+def layout(run: Run) -> tuple[int, int, int, list[list[range]]]:
+    """Number of stages, this rank's stage, chunks per stage, and the blocks of every stage by chunk: chunk c of stage s is
+    part c * stages + s of the model. Raises UserError."""
+    cfg, pp = run.cfg, run.world_size // run.dp
+    chunks = cfg.chunks if cfg.schedule == "interleaved" and pp > 1 else 1
+    if chunks < 1 or chunks > 1 and run.accum % pp:
+        raise UserError(
+            f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or more and the number "
+            f"of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of --pp {pp}"
+        )
+    parts = cut(run.model_cfg, pp * chunks, cfg.stages)
+    return pp, run.rank % pp, chunks, [parts[s::pp] for s in range(pp)]
 
 
 def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
@@ -238,53 +281,62 @@ class Pipeline(DataParallel):
     """This rank's stage: its part of the model, the links to its neighbours, its weights and their sums over the replicas."""
 
     def __init__(self, model: GPT, run: Run):
-        cfg, pp = run.model_cfg, run.world_size // run.dp
-        self.model, stage = model, run.rank % pp
-        self.blocks = cut(cfg, pp, run.cfg.stages)[stage]
-        self.first, self.last = stage == 0, stage == pp - 1
-        run.counts = self.last
-        super().__init__(model, run, stage_units(cfg, self.blocks), subgroup(run, lambda r: r % pp) if pp > 1 else None)
-        # links 0-1, 2-3, ... come from one partition of the ranks, 1-2, 3-4, ... from another; a stage left over has a group alone
-        pairs = {}
-        for parity in range(min(2, pp - 1)):
+        cfg, self.model = run.model_cfg, model
+        pp, stage, chunks, parts = layout(run)
+        self.parts = parts[stage]
+        run.counts = stage == pp - 1  # it has the loss
+        super().__init__(model, run, stage_units(cfg, self.parts), subgroup(run, lambda r: r % pp) if pp > 1 else None)
+        pairs = {}  # link s is the one behind stage s; interleaved, the last stage's leads back to the first
+        for s in range(pp if chunks > 1 else pp - 1):
             for what in ("activation", "gradient"):
-                pairs[parity, what] = subgroup(run, lambda r, odd=parity: (r // pp, (r % pp + odd) // 2))
-        if not self.first:
-            self.from_previous = Link(pairs[(stage - 1) % 2, "activation"], "activation", run)
-            self.to_previous = Link(pairs[(stage - 1) % 2, "gradient"], "gradient", run)
-        if not self.last:
-            self.to_next = Link(pairs[stage % 2, "activation"], "activation", run)
-            self.from_next = Link(pairs[stage % 2, "gradient"], "gradient", run)
-        self.twin = None  # the group of the two ranks that hold a tied embedding
+                pairs[s, what] = subgroup(run, lambda r, ends=(s, (s + 1) % pp): (r // pp, r % pp in ends))
+        before, behind = (stage - 1) % pp, stage
+        if (before, "activation") in pairs:
+            self.from_previous = Link(pairs[before, "activation"], "activation", run)
+            self.to_previous = Link(pairs[before, "gradient"], "gradient", run)
+        if (behind, "activation") in pairs:
+            self.to_next = Link(pairs[behind, "activation"], "activation", run)
+            self.from_next = Link(pairs[behind, "gradient"], "gradient", run)
+        self.twin, self.is_copy = None, False  # the group of the two ranks that hold a tied embedding, and whether here is the second
         if cfg.tie and pp > 1:
             ends = subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
-            self.twin = ends if self.first or self.last else None
+            self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether this chunk begins with the embedding; the others receive their input."""
+        return self.parts[chunk].start == 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether this chunk ends with the loss; the others send their output."""
+        return self.parts[chunk].stop == self.run.model_cfg.n_layer
 
     def expect(self, micro_batches: int) -> None:
-        """Start the first receive of a step from either side."""
-        if not self.first:
-            self.from_previous.expect(micro_batches)
-        if not self.last:
-            self.from_next.expect(micro_batches)
+        """Start the first receives of a step."""
+        inputs = sum(not self.is_first(c) for c in range(len(self.parts)))
+        gradients = sum(not self.is_last(c) for c in range(len(self.parts)))
+        if inputs:
+            self.from_previous.expect(inputs * micro_batches)
+        if gradients:
+            self.from_next.expect(gradients * micro_batches)
 
-    def forward(self, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None) -> Tensor:
-        """h (B, T, C) from the previous stage (the first takes x (B, T)) -> (B, T, C), on the last stage the summed loss."""
-        h = self.model.embed(x, keys) if self.first else h
-        for i in self.blocks:  # their numbers in the whole model: dropout masks depend on them
+    def forward(self, chunk: int, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None) -> Tensor:
+        """h (B, T, C) from the part before (the first takes x (B, T)) -> (B, T, C), in the last part the summed loss."""
+        h = self.model.embed(x, keys) if self.is_first(chunk) else h
+        for i in self.parts[chunk]:  # their numbers in the whole model: dropout masks depend on them
             h = self.model.blocks[i](h, self.model.cos, self.model.sin, keys)
-        return self.model.loss_sum(h, y) if self.last else h
+        return self.model.loss_sum(h, y) if self.is_last(chunk) else h
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Summed loss of one batch without backward: on the last stage, 0 elsewhere. What evaluate() calls."""
-        h = None
-        if not self.first:
-            self.from_previous.expect(1)
-            h = self.from_previous.recv()
-        out = self.forward(h, x, y, None)
-        if self.last:
-            return out
-        self.to_next.isend(out)
-        return out.new_zeros(())
+        for chunk in range(len(self.parts)):
+            h = None
+            if not self.is_first(chunk):
+                self.from_previous.expect(1)
+                h = self.from_previous.recv()
+            out = self.forward(chunk, h, x, y, None)
+            if not self.is_last(chunk):
+                self.to_next.isend(out)
+        return out if self.run.counts else out.new_zeros(())
 
     def finish(self) -> None:
         """Wait until every bucket holds the sum over the replicas, and a tied embedding's that over both of its uses too."""
@@ -297,7 +349,7 @@ class Pipeline(DataParallel):
 
     def grad_norm(self) -> float:
         """Norm over all stages, every parameter once: of the first replica only, and a tied embedding on the first stage only."""
-        mine = [b for unit, b in self.buckets.items() if self.run.dp_rank == 0 and not (self.twin and self.last and unit == "embed")]
+        mine = [b for unit, b in self.buckets.items() if self.run.dp_rank == 0 and not (self.is_copy and unit == "embed")]
         square = torch.zeros((), dtype=torch.float64, device=self.run.device)
         for bucket in mine:
             square += torch.linalg.vector_norm(bucket.grad).double().square()
@@ -309,35 +361,36 @@ class Pipeline(DataParallel):
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes this rank holds by term, and its sends, receives and collectives of one step as (operation, what, payload bytes)."""
-    cfg, model_cfg, pp = run.cfg, run.model_cfg, run.world_size // run.dp
-    stage, master, compute = run.rank % pp, run.master_dtype.itemsize, run.dtype.itemsize
-    first, last = stage == 0, stage == pp - 1
-    blocks = cut(model_cfg, pp, cfg.stages)[stage]
-    order = schedule(cfg.schedule, stage, pp, run.accum)
+    cfg, model_cfg, master, compute = run.cfg, run.model_cfg, run.master_dtype.itemsize, run.dtype.itemsize
+    pp, stage, chunks, stages = layout(run)
+    parts, order = stages[stage], schedule(cfg.schedule, stage, pp, run.accum, chunks)
     shapes = param_shapes(model_cfg)
-    sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in stage_units(model_cfg, blocks).items()}
+    sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in stage_units(model_cfg, parts).items()}
     P, wire = sum(sizes.values()), 2 if cfg.wire == "bf16" and master == 4 else master
     boundary = cfg.micro_batch * cfg.seq_len * model_cfg.n_embd * compute
 
     def activations(n_layer: int) -> int:
         return activation_bytes(dataclasses.replace(model_cfg, n_layer=n_layer), cfg.micro_batch, compute, cfg.recompute)
 
-    kept = activations(len(blocks)) - (0 if last else activations(0))
+    kept, traffic = [], []
+    for op, number in order:
+        part = parts[number // run.accum]
+        first, last = part.start == 0, part.stop == model_cfg.n_layer
+        size = activations(len(part)) + (0 if last else boundary - activations(0))  # no logits, but the output until it has arrived
+        kept.append(size if op == "F" else -size)
+        came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
+        traffic += [("recv", what, boundary)] * (not came) + [("send", what, boundary)] * (not goes)
     memory = {
         "master weights": master * P,
         "moments": 2 * master * P,
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
-        f"activations of {most_in_flight(order)} micro-batches": most_in_flight(order) * (kept + (0 if last else boundary)),
-        "receive buffers": boundary * (2 - first - last),
+        f"activations of {most_in_flight(order) / chunks:g} micro-batches": max(accumulate(kept)),
+        "receive buffers": boundary * len({what for op, what, _ in traffic if op == "recv"}),
         "gradients in passing": compute * max(sizes.values()),
     }
-    traffic = []
-    for op, _ in order:
-        came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
-        traffic += [("recv", what, boundary)] * (not came) + [("send", what, boundary)] * (not goes)
     traffic += [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
-    if model_cfg.tie and pp > 1 and (first or last):
+    if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
         traffic.append(("all_reduce", "tied embedding", master * sizes["embed"]))
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24), ("all_reduce", "squared norm", 8)]
 
@@ -347,19 +400,19 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
     """When the run inside is over, print each stage's compute time and bubble beside (p-1)/(m+p-1); collective."""
     yield
     rows = meter.rows[min(2, len(meter.rows) - 1) :]  # the first steps compile and warm up
-    pp = run.world_size // run.dp
+    pp, _, chunks, stages = layout(run)
     if not rows or pp == 1:
         return
     compute = statistics.median(r["compute_ms"] for r in rows)
     idle = statistics.median(r["bubble_ms"] / r["step_ms"] for r in rows)
     everyone = run.everyone((compute, idle))
     by_stage = [[statistics.mean(column) for column in zip(*everyone[s::pp])] for s in range(pp)]  # mean over the replicas
-    for s, (blocks, (ms, share)) in enumerate(zip(cut(run.model_cfg, pp, run.cfg.stages), by_stage)):
-        say(f"stage {s}: {len(blocks)} blocks, compute {ms:.1f} ms a step, bubble {share:.1%}")
+    for s, (parts, (ms, share)) in enumerate(zip(stages, by_stage)):
+        say(f"stage {s}: {'+'.join(str(len(part)) for part in parts)} blocks, compute {ms:.1f} ms a step, bubble {share:.1%}")
     slowest, mean = max(ms for ms, _ in by_stage), statistics.mean(ms for ms, _ in by_stage)
     say(
         f"stages: the slowest computes {slowest / mean:.3f} x the mean; bubble {statistics.mean(share for _, share in by_stage):.1%} "
-        f"measured, (p-1)/(m+p-1) = {(pp - 1) / (run.accum + pp - 1):.1%}"
+        f"measured, (p-1)/(m+p-1) = {(pp - 1) / (run.accum * chunks + pp - 1):.1%}" + f" (m: {run.accum} x {chunks} chunks)" * (chunks > 1)
     )
 
 
@@ -388,8 +441,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
     if cfg.draw:
         micro_batches = cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8
-        for name in ("gpipe", "1f1b"):
-            print(draw(name, cfg.pp or 4, micro_batches))
+        for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", cfg.chunks)):
+            if micro_batches % (cfg.pp or 4) == 0 or chunks == 1:
+                print(draw(name, cfg.pp or 4, micro_batches, chunks))
         return []
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp)
     cfg = run.cfg
@@ -406,8 +460,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
         model.compile_blocks()
-    say(f"stages: {', '.join(str(len(blocks)) for blocks in cut(run.model_cfg, cfg.pp, cfg.stages))} blocks, {cfg.schedule}")
-    order = schedule(cfg.schedule, run.rank % cfg.pp, cfg.pp, run.accum)
+    _, stage, chunks, stages = layout(run)
+    say(f"stages: {', '.join('+'.join(str(len(part)) for part in parts) for parts in stages)} blocks, {cfg.schedule}")
+    order = schedule(cfg.schedule, stage, cfg.pp, run.accum, chunks)
 
     # [same in every train_*.py
     scaler = LossScaler(cfg)
@@ -434,28 +489,32 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         for step in range(start, cfg.steps):
             facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
             scale = scaler.scale
-            in_flight = {}  # micro-batch -> input and output of this stage, from its forward to its backward pass
+            micros = {}  # micro-batch -> tokens, targets and dropout keys, from its first chunk's forward to its last one's
+            in_flight = {}  # number -> input and output of a chunk, from its forward to its backward pass
             pipe.expect(run.accum)
-            for op, micro in order:
+            for op, number in order:
+                chunk, micro = divmod(number, run.accum)
                 if op == "F":
-                    x, y, sample = batches.next()  # by every stage: the seed says which, so no tokens are sent
-                    launch.log_samples(run, step, sample)
-                    h = None if pipe.first else pipe.from_previous.recv().requires_grad_()
+                    if chunk == 0:
+                        x, y, sample = batches.next()  # by every stage: the seed says which, so no tokens are sent
+                        launch.log_samples(run, step, sample)
+                        micros[micro] = x, y, dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
+                    x, y, keys = micros.pop(micro) if chunk == chunks - 1 else micros[micro]
+                    h = None if pipe.is_first(chunk) else pipe.from_previous.recv().requires_grad_()
                     with at("forward"):
-                        keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                        out = pipe.forward(h, x, y, keys)
-                    if pipe.last:  # out is the loss, a sum: what it must be divided by is known once all have counted
+                        out = pipe.forward(chunk, h, x, y, keys)
+                    if pipe.is_last(chunk):  # out is the loss, a sum: what it must be divided by is known once all have counted
                         facts[:2] += torch.stack([out.detach().double(), (y != IGNORE).sum().double()])
                     else:
                         pipe.to_next.isend(out.detach())
-                    in_flight[micro] = h, out
+                    in_flight[number] = h, out
                 else:
-                    h, out = in_flight.pop(micro)
+                    h, out = in_flight.pop(number)
                     pipe.first_micro, pipe.last_micro = micro == 0, micro == run.accum - 1
-                    grad = torch.full_like(out, scale / nominal) if pipe.last else pipe.from_next.recv()
+                    grad = torch.full_like(out, scale / nominal) if pipe.is_last(chunk) else pipe.from_next.recv()
                     with at("backward"):
                         out.backward(grad)  # buckets leave from in here, in the last micro-batch
-                    if not pipe.first:
+                    if not pipe.is_first(chunk):
                         pipe.to_previous.isend(h.grad)
             pipe.finish()
 

@@ -124,9 +124,6 @@ class ColumnParallelLinear(nn.Linear):
 
     cut = 0
 
-    def __init__(self, n_in: int, n_out: int, team: Team):
-        super().__init__(n_in, n_out // team.size, bias=False, device="meta")
-
 
 class RowParallelLinear(nn.Linear):
     """Y = X A = sum over r of X_r A_r: rank r holds rows A_r, stored as columns of weight (out, in/tp), and makes its summand of Y.
@@ -135,14 +132,6 @@ class RowParallelLinear(nn.Linear):
     """
 
     cut = 1
-
-    def __init__(self, n_in: int, n_out: int, team: Team):
-        super().__init__(n_in // team.size, n_out, bias=False, device="meta")
-
-
-def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and head over all ranks: equal shares of whole 16-byte units of bf16, which tensor cores want."""
-    return -(-vocab_size // (8 * tp)) * 8 * tp
 
 
 def own_rows(ids: Tensor, lowest: int, rows: int, vocab_size: int, team: Team) -> tuple[Tensor, Tensor]:
@@ -162,7 +151,8 @@ class VocabParallelEmbedding(nn.Embedding):
     cut = 0
 
     def __init__(self, vocab_size: int, n_embd: int, team: Team):
-        super().__init__(padded_vocab(vocab_size, team.size) // team.size, n_embd, device="meta")
+        # padded to equal shares, each of whole 16-byte units of bf16 logits, which tensor cores want
+        super().__init__(-(-vocab_size // (8 * team.size)) * 8, n_embd)
         self.vocab_size, self.team = vocab_size, team
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -230,7 +220,7 @@ class Junction:
     def __init__(self, model: "TensorParallelGPT", index: int, keys: Tensor | None):
         self.model, self.team, (self.before, self.after) = model, model.team, model.regions[index : index + 2]
         block, site = divmod(index - 1, 2)  # the half of a block whose output arrives; index 0: the embedding's
-        self.norm = model.norms()[index]
+        self.norm = model.norms[index]
         layer, site = (model.blocks[block].layer, site) if index else (model.embed_layer, 0)
         self.drop = (model.cfg.dropout, keys, layer, site, self.team.rank, self.team.size)
 
@@ -356,14 +346,16 @@ class TensorParallelGPT(GPT):
 
     def __init__(self, cfg: gpt.ModelConfig, team: Team, recompute: str = "none", halves: bool = True):
         super().__init__(cfg)
-        self.team, self.halves, C, kv = team, halves, cfg.n_embd, cfg.n_kv_head * cfg.head_dim
-        self.tok_emb = VocabParallelEmbedding(cfg.vocab_size, C, team)
-        self.head = ColumnParallelLinear(C, padded_vocab(cfg.vocab_size, team.size), team)
-        for block in self.blocks:
-            block.wq, block.wk, block.wv = (ColumnParallelLinear(C, n, team) for n in (C, kv, kv))
-            block.w_gate, block.w_up = (ColumnParallelLinear(C, cfg.n_ff, team) for _ in range(2))
-            block.wo, block.w_down = RowParallelLinear(C, C, team), RowParallelLinear(cfg.n_ff, C, team)
-        self.regions = regions(cfg)
+        self.team, self.halves, self.regions, C = team, halves, regions(cfg), cfg.n_embd
+        q, kv, ff = (n // team.size for n in (C, cfg.n_kv_head * cfg.head_dim, cfg.n_ff))
+        with torch.device("meta"):
+            self.tok_emb = VocabParallelEmbedding(cfg.vocab_size, C, team)
+            self.head = ColumnParallelLinear(C, self.tok_emb.num_embeddings, bias=False)
+            for block in self.blocks:
+                block.wq, block.wk, block.wv = (ColumnParallelLinear(C, n, bias=False) for n in (q, kv, kv))
+                block.w_gate, block.w_up = (ColumnParallelLinear(C, ff, bias=False) for _ in range(2))
+                block.wo, block.w_down = RowParallelLinear(q, C, bias=False), RowParallelLinear(ff, C, bias=False)
+        self.norms = [norm for block in self.blocks for norm in (block.attn_norm, block.mlp_norm)] + [self.norm]
         how = {"context_fn": gpt._selective} if recompute == "selective" else {}
 
         def again(core: Callable) -> Callable:
@@ -374,16 +366,15 @@ class TensorParallelGPT(GPT):
         self.add_norm, self.add_norm_backward = add_norm, add_norm_backward
         self.own_stats, self.logits_to_grad = own_stats, logits_to_grad
 
-    def norms(self) -> list[gpt.RMSNorm]:
-        return [norm for block in self.blocks for norm in (block.attn_norm, block.mlp_norm)] + [self.norm]
-
     def set_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
         super().set_buffers(dtype, device)
         self.embed_layer = torch.tensor(self.cfg.n_layer, device=device)
 
     def compile_blocks(self) -> None:
         """Compile what computes; the collectives stay between, eager."""
-        for name in ("attention", "mlp", "add_norm", "add_norm_backward", "own_stats", "logits_to_grad"):
+        # with dropout not: inductor folds the pieces' positions into the hash's constants, past 64 bits
+        pointwise = () if self.cfg.dropout else ("add_norm", "add_norm_backward")
+        for name in ("attention", "mlp", "own_stats", "logits_to_grad", *pointwise):
             setattr(self, name, torch.compile(getattr(self, name), fullgraph=True))
 
     def core(self, index: int, whole: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ block, norm and head), so that a collective has nothing to pack. One step:
     for each micro-batch:
         forward:   stage 3:  all_gather(weights of block i+1)        while block i computes
         backward:  stage 3:  all_gather(weights of block i-1)        while block i computes
-                   stage 2, 3:  reduce_scatter(gradients of block i)    while block i-1 computes, shard added in fp32
+                   stage 2, 3:  reduce_scatter(gradients of block i)    while block i-1 computes; shards are summed in fp32
     stage 0: all_reduce, stage 1: reduce_scatter(gradients), from inside the last micro-batch's backward
     all_reduce(loss, tokens, stop); all_reduce(squared norm); clip; AdamW on the shard
     stage 1, 2: all_gather(new weights of unit u)                    while unit u+1 updates
@@ -25,8 +25,8 @@ Bytes per parameter held, and handed to collectives per parameter and step, for 
                  weights  gradients  masters, moments    N = 1     2     8       all_reduce  reduce_scatter  all_gather
     stage 0         2         4           12              18    18    18            4
     stage 1         2         4           12/N            18    12     7.5                         4            2
-    stage 2         2         4/N         12/N            18    10     4                           4 A          2
-    stage 3         2/N       4/N         12/N            18     9     2.25                        4 A          4 A
+    stage 2         2         4/N         12/N            18    10     4                           2 A          2
+    stage 3         2/N       4/N         12/N            18     9     2.25                        2 A          4 A
 
 (stage 3 gathers a little less: the units at either end of a pass are still there at the start of the next, and the
 embedding needs no weights in backward).
@@ -45,22 +45,24 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from deepspeed_json import read_deepspeed
 from torch import Tensor
 
 import launch
 from checkpoint import Checkpointer, Piece, host_memory
 from data import Batches, val_batches
-from launch import Run, all_gather_single, reduce_scatter_single
+from deepspeed_json import read_deepspeed
+from launch import Run, UserError, all_gather_single
 from meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
+from peer_memory import PeerMemory, Transfer, reachable
 
 
 @dataclass
 class Config(launch.Config):
     stage: Literal[0, 1, 2, 3] = 2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, for comparison
     offload: Literal["none", "optimizer"] = "none"  # optimizer: masters and moments in host memory, updated by the CPU
+    copy_engine: bool | None = None  # stage 2, 3: move data by copy engines instead of NCCL's kernels [if all GPUs are on one host]
     deepspeed: str = ""  # a DeepSpeed configuration file to take these settings from
 
 
@@ -75,7 +77,7 @@ class Unit:
     the shard, summed over micro-batches and ranks.
     """
 
-    def __init__(self, flat: FlatUnit, index: int, stage: int, buffer: Tensor | None, run: Run):
+    def __init__(self, flat: FlatUnit, index: int, stage: int, buffer: Tensor | None, shard: Tensor | None, run: Run):
         self.flat, self.index = flat, index
         n = run.world_size if stage else 1
         size = flat.padded // n
@@ -88,8 +90,7 @@ class Unit:
             if a < b:
                 init_range(self.master[a - self.first : b - self.first], name, a - start, run.model_cfg, run.cfg.seed)
         if stage == 3:
-            self.weights = buffer[: flat.padded]
-            self.shard = self.master if run.dtype == run.master_dtype and run.cfg.offload == "none" else self.master.to(run.dtype)
+            self.weights, self.shard = buffer[: flat.padded], shard
         else:
             self.weights = torch.empty(flat.padded, dtype=run.dtype, device=run.device)
             self.shard = self.weights[self.mine]
@@ -97,9 +98,7 @@ class Unit:
         self.grad_shard = self.grad[self.mine] if stage < 2 else self.grad
         self.home_grad = self.grad_shard  # where AdamW reads it
         self.arrived = 0  # parameters whose gradient of this micro-batch is in
-        self.wire = self.grad  # what travels
-        self.gathering: dist.Work | None = None
-        self.reducing: dist.Work | None = None
+        self.gathering: dist.Work | Transfer | None = None
         self.copied: torch.cuda.Event | None = None
 
     def to_host(self, take) -> None:
@@ -116,14 +115,27 @@ class Zero:
         self.model, self.run, self.cfg, self.stage = model, run, run.cfg, run.cfg.stage
         self.cuda = run.device.type == "cuda"
         flats = flat_units(run)
-        longest = max(flat.padded for flat in flats)
-        make = lambda n, dtype: torch.empty(n, dtype=dtype, device=run.device)  # noqa: E731
+        self.longest = max(flat.padded for flat in flats)
+        self.wire_dtype = wire_dtype(run)
+        peers = self.stage >= 2 and self.cfg.copy_engine is not False and reachable(run)
+        if self.cfg.copy_engine and not peers:
+            raise UserError("--copy-engine needs stage 2 or 3, and every GPU on one host and able to read the others' memory")
+
+        def shared(numel: int, dtype: torch.dtype) -> tuple[PeerMemory | None, Tensor]:
+            memory = PeerMemory(numel, dtype, run) if peers else None
+            return memory, memory.mine if memory else torch.zeros(numel, dtype=dtype, device=run.device)
+
+        self.shards: PeerMemory | None = None
         buffers: list[Tensor | None] = [None] * 3
+        shards = [None] * len(flats)
         if self.stage == 3:
-            buffers[:2] = make(longest, run.dtype), make(longest, run.dtype)
-            if run.model_cfg.tie:  # a tied embedding is needed at both ends of the pass: its buffer is not shared
-                buffers[2] = make(flats[0].padded, run.dtype)
-        self.units = [Unit(flat, i, self.stage, buffers[self.slot(i)], run) for i, flat in enumerate(flats)]
+            sizes = [flat.padded // run.world_size for flat in flats]
+            self.shards, flat_shards = shared(sum(sizes), run.dtype)
+            shards = flat_shards.split(sizes)
+            # a tied embedding is needed at both ends of the pass: its buffer is not shared
+            lengths = [self.longest, self.longest, flats[0].padded if run.model_cfg.tie else 0]
+            buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in lengths]
+        self.units = [Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run) for i, flat in enumerate(flats)]
         for unit in self.units:
             for name in unit.flat.shapes:
                 # .data: a version counter of its own, for a buffer refilled between forward and backward is no error here
@@ -131,14 +143,16 @@ class Zero:
                 # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
                 param.register_post_accumulate_grad_hook(lambda p, u=unit, n=name: self.grad_ready(u, n, p))
         self.held: list[int | None] = [None] * 3  # stage 3: which unit's weights each buffer holds
-        self.wire_dtype = torch.bfloat16 if run.cfg.wire == "bf16" and run.master_dtype == torch.float32 else run.master_dtype
         if self.stage >= 2:  # full-size gradients of two units are alive, taken in turn
-            self.full = [make(longest, self.wire_dtype) for _ in range(2)]
-            self.part = [make(longest // run.world_size, self.wire_dtype) for _ in range(2)]
-            self.sending: list[tuple[Unit, bool, bool] | None] = [None, None]  # with: of the first, the last micro-batch?
+            self.fulls, full = shared(2 * self.longest, self.wire_dtype)
+            self.full = full.split(self.longest)
+        if self.stage and run.world_size > 1:
+            self.received = [torch.empty(self.longest, dtype=self.wire_dtype, device=run.device) for _ in range(2)]
+        self.under_way: list[UnderWay | None] = [None, None]
         self.first_micro = self.last_micro = True
         self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
         self.suspects: list[str] = []
+        self.add = torch.compile(add_in_order, dynamic=True) if self.cuda and self.cfg.compile else add_in_order
         self.moments = [(torch.zeros_like(u.master), torch.zeros_like(u.master)) for u in self.units if self.cfg.offload == "none"]
         if self.cfg.offload == "optimizer":
             self.move_to_host()
@@ -176,7 +190,12 @@ class Zero:
         unit = self.units[i]
         if self.held[self.slot(i)] != i:
             with at("all_gather", unit.flat.name, unit.weights.nbytes):
-                unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+                if self.shards is None:
+                    unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+                else:  # shards do not change within a step: each rank reads the others' when it likes
+                    a = unit.shard.storage_offset()
+                    theirs = [memory[a : a + len(unit.shard)] for memory in self.shards.of]
+                    unit.gathering = self.shards.fetch(list(zip(unit.weights.chunk(len(theirs)), theirs)), settled=True)
             self.held[self.slot(i)] = i
 
     def arrive(self, i: int) -> None:
@@ -209,54 +228,55 @@ class Zero:
                 self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
-        """Start summing a unit's gradient over the ranks, each to receive its shard (stage 0: all of it)."""
-        group = self.run.group
-        if self.stage >= 2:
-            slot = unit.index % 2
-            full, part = self.full[slot][: unit.flat.padded], self.part[slot][: len(unit.grad)]
-            with at("reduce_scatter", unit.flat.name, full.nbytes):
-                unit.reducing = reduce_scatter_single(part, full, group=group, async_op=True)
-            self.sending[slot] = unit, self.first_micro, self.last_micro
-            if not self.cfg.overlap:
-                self.settle(slot)
-            return
-        unit.wire = unit.grad if self.wire_dtype == unit.grad.dtype else unit.grad.to(self.wire_dtype)
-        if self.stage == 1:
-            with at("reduce_scatter", unit.flat.name, unit.wire.nbytes):
-                unit.reducing = reduce_scatter_single(unit.wire[unit.mine], unit.wire, group=group, async_op=True)
+        """Start summing a unit's gradient over the ranks, each to get its shard of the sum (stage 0: all of it).
+
+        The reduce-scatter is an exchange: rank r gets everyone's piece r as it was computed, in bf16, and settle() adds
+        the pieces in fp32. The sum is that of an fp32 reduce-scatter at half its bytes, and in the order of the ranks.
+        """
+        slot, n, group = unit.index % 2, self.run.world_size, self.run.group
+        if self.stage < 2:
+            self.settle(slot)
+            full = unit.grad.to(self.wire_dtype)  # the same tensor unless --wire narrows it
         else:
-            with at("all_reduce", unit.flat.name, unit.wire.nbytes):
-                unit.reducing = dist.all_reduce(unit.wire, group=group, async_op=True)
+            full = self.full[slot][: unit.flat.padded]
+        received = self.received[slot][: unit.flat.padded] if self.stage and n > 1 else full
+        if self.stage == 0:
+            with at("all_reduce", unit.flat.name, full.nbytes):
+                work = dist.all_reduce(full, group=group, async_op=True)
+        elif n == 1:
+            work = None
+        else:
+            with at("reduce_scatter", unit.flat.name, full.nbytes):
+                if self.stage == 1 or self.fulls is None:
+                    work = dist.all_to_all_single(received, full, group=group, async_op=True)
+                else:
+                    a = full.storage_offset() + unit.first
+                    theirs = [memory[a : a + len(unit.grad)] for memory in self.fulls.of]
+                    work = self.fulls.fetch(list(zip(received.chunk(n), theirs)), settled=False)
+        self.under_way[slot] = UnderWay(unit, work, full, received, self.first_micro or self.stage < 2, self.last_micro)
+        if not self.cfg.overlap:
+            self.settle(slot)
 
     def settle(self, slot: int) -> None:
-        """Stage 2, 3: take in the shard that was under way in this slot; its full-size buffer is free again."""
-        if self.sending[slot] is None:
+        """Take in the sum that is under way in this slot; its buffers are free again."""
+        if self.under_way[slot] is None:
             return
-        (unit, first, last), self.sending[slot] = self.sending[slot], None
-        with at("wait", unit.flat.name):
-            unit.reducing.wait()
-        unit.reducing = None
-        part = self.part[slot][: len(unit.grad)]
-        unit.grad.copy_(part) if first else unit.grad.add_(part)  # accumulated in fp32 whatever travelled
-        if last:
-            self.copy_out(unit)
+        now, self.under_way[slot] = self.under_way[slot], None
+        if now.work is not None:
+            with at("wait", now.unit.flat.name):
+                now.work.wait()
+        if now.received is not now.unit.grad:
+            self.add(now.unit.grad_shard, now.received.view(self.run.world_size if self.stage else 1, -1), now.first)
+        if now.last:
+            self.copy_out(now.unit)
 
     def finish(self) -> None:
         """Wait until every shard holds the sum over all ranks."""
-        if self.stage >= 2:
-            self.settle(0)
-            self.settle(1)
-            return
-        for unit in reversed(self.units):  # the order in which backward completed them
-            if not self.cfg.overlap:
+        if self.stage < 2 and not self.cfg.overlap:
+            for unit in reversed(self.units):  # the order in which backward completed them
                 self.reduce(unit)
-            with at("wait", unit.flat.name):
-                unit.reducing.wait()
-            unit.reducing = None
-            if unit.wire is not unit.grad:
-                unit.grad_shard.copy_(unit.wire[unit.mine])
-            unit.wire = unit.grad
-            self.copy_out(unit)
+        self.settle(0)
+        self.settle(1)
 
     def grad_norm(self) -> float:
         """Norm of the summed gradient: each shard's squares once (padding is zero), summed over the ranks."""
@@ -287,9 +307,7 @@ class Zero:
                 unit.home_grad.mul_(factor)
             adamw_step(unit.master, unit.home_grad, exp_avg, exp_avg_sq, unit.flat.decay - unit.first, update, lr, self.cfg)
             self.publish(unit)
-        for unit in self.units:
-            self.arrive(unit.index)
-        self.held = [None] * 3  # what the buffers hold is of the step before
+        self.all_published()
         self.watch = False
 
     def publish(self, unit: Unit) -> None:
@@ -300,7 +318,7 @@ class Zero:
             staging.copy_(unit.master)  # fp32 -> bf16 on the host: half the bytes over PCIe
             unit.shard.copy_(staging, non_blocking=True)
             self.sent[unit.index % 2].record()
-        elif unit.shard is not unit.master:
+        else:
             unit.shard.copy_(unit.master)
         if self.stage in (1, 2):
             with at("all_gather", unit.flat.name, unit.weights.nbytes):
@@ -310,9 +328,16 @@ class Zero:
         """After a load: bring the compute weights up to date."""
         for unit in self.units:
             self.publish(unit)
-            if self.stage < 3:
+        self.all_published()
+
+    def all_published(self) -> None:
+        """After the last unit's: the new weights are there (stage 1, 2) or ready to be gathered (stage 3) on every rank."""
+        if self.stage < 3:
+            for unit in self.units:
                 self.arrive(unit.index)
-        self.held = [None] * 3
+        if self.shards is not None:
+            self.shards.barrier()
+        self.held = [None] * 3  # what the buffers hold is of the step before
 
     # -- offload --
 
@@ -359,6 +384,26 @@ class Zero:
         return found
 
 
+@dataclass
+class UnderWay:
+    """A unit's gradient on its way: `full` of this rank, `received` from all."""
+
+    unit: Unit
+    work: dist.Work | Transfer | None
+    full: Tensor
+    received: Tensor
+    first: bool  # of the first micro-batch: overwrites the shard, else is added
+    last: bool
+
+
+def add_in_order(shard: Tensor, pieces: Tensor, overwrite: bool) -> None:
+    """shard (S,) fp32 (=|+=) the sum of pieces (N, S), added in fp32 in the order of the rows. One pass when compiled."""
+    total = pieces[0].to(shard.dtype)
+    for piece in pieces[1:]:
+        total = total + piece
+    shard.copy_(total if overwrite else shard + total)
+
+
 class UseInBackward(torch.autograd.Function):
     """Identity on block i's output. In backward it runs just before the block: its weights are waited for, the next called."""
 
@@ -381,6 +426,12 @@ def flat_units(run: Run) -> list[FlatUnit]:
     return [flat_unit(u, {n: shapes[n] for n in names}, run.world_size) for u, names in unit_names(run.model_cfg).items()]
 
 
+def wire_dtype(run: Run) -> torch.dtype:
+    """In which gradients travel: as summed over the micro-batches (stage 0, 1), as computed (2, 3), or bf16 on demand."""
+    narrow = run.cfg.wire == "bf16" and run.master_dtype == torch.float32
+    return torch.bfloat16 if narrow else run.master_dtype if run.cfg.stage < 2 else run.dtype
+
+
 def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]:
     """Stage 3: the units gathered in one step, in order. A unit that its buffer still holds from the pass before is not."""
     held, order = {}, []
@@ -398,18 +449,17 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     cfg, n, master, compute = run.cfg, run.world_size, run.master_dtype.itemsize, run.dtype.itemsize
-    wire = 2 if cfg.wire == "bf16" and master == 4 else master
+    wire = wire_dtype(run).itemsize
     units = flat_units(run)
     P, longest, home = sum(u.padded for u in units), max(u.padded for u in units), 0 if cfg.offload == "optimizer" else 1
     shard = P // n if cfg.stage else P
-    own_shard = 0 if compute == master and home else compute * shard  # stage 3: apart from the masters
     memory = {
         "master weights": home * master * shard,
         "moments": home * 2 * master * shard,
         "gradients": master * (shard if cfg.stage >= 2 else P),
-        "compute weights": own_shard if cfg.stage == 3 else compute * P,
+        "compute weights": compute * (shard if cfg.stage == 3 else P),
         "weight buffers": compute * (2 * longest + run.model_cfg.tie * units[0].padded) if cfg.stage == 3 else 0,
-        "gradient buffers": 2 * wire * (longest + longest // n) if cfg.stage >= 2 else 0,
+        "gradient buffers": 2 * wire * longest * ((cfg.stage >= 2) + (cfg.stage >= 1 and n > 1)),
         "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute),
         "gradients in passing": compute * longest,
     }
@@ -420,7 +470,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         order = gather_order(len(units), run.accum, run.model_cfg.tie, cfg.overlap)
         traffic += [("all_gather", units[i].name, compute * units[i].padded) for i in order]
     op = "reduce_scatter" if cfg.stage else "all_reduce"
-    times = run.accum if cfg.stage >= 2 else 1
+    times = 0 if cfg.stage and n == 1 else run.accum if cfg.stage >= 2 else 1
     traffic += times * [(op, u.name, wire * u.padded) for u in reversed(units)]
     traffic += [("all_reduce", "loss, tokens, stop", 24)] + ([("all_reduce", "squared norm", 8)] if cfg.stage else [])
     if cfg.stage in (1, 2):

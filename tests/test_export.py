@@ -227,3 +227,8 @@ def test_command_line(runs, tmp_path):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
     done = subprocess.run([*call, str(runs), str(tmp_path / "other")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {runs} is no run folder") and done.stderr.count("\n") == 1
+    # a disk that takes no more than 50 kB of a file
+    small = ["bash", "-c", 'ulimit -f 50 && exec "$@"', "-", *call, str(runs / "tied"), str(tmp_path / "full")]
+    done = subprocess.run(small, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: cannot write {tmp_path}/full: ") and done.stderr.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]

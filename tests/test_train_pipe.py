@@ -17,64 +17,74 @@ import data
 import train_ddp
 import train_pipe
 from flags import UserError
-from model import ModelConfig, flops_per_token, unit_names
+from model import SIZES, ModelConfig, flops_per_token, unit_names
 from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
 
-LAYERS = 5  # divides by none of 2, 3, 4 stages
-SIZES = [(stages, micro_batches) for stages in range(1, 9) for micro_batches in range(1, 17)]
+LAYERS = 7  # divides by none of 2, 3, 4 stages
+LAYOUTS = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in range(1, 9) for m in range(1, 17)]
+LAYOUTS += [("interleaved", p, m, chunks) for p in range(2, 9) for m in range(p, 17, p) for chunks in (2, 3, 4)]
 
 
 # --- without processes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_schedule(name):
-    for stages, m in SIZES:
-        for stage in range(stages):
-            order = schedule(name, stage, stages, m)
-            assert sorted(order) == [(op, micro) for op in "BF" for micro in range(m)]
-            for op in "FB":  # in the order in which the neighbours send them, since nothing else tells messages apart
-                assert [micro for o, micro in order if o == op] == list(range(m))
-            assert all(order.index(("F", micro)) < order.index(("B", micro)) for micro in range(m))
-            assert most_in_flight(order) == (m if name == "gpipe" else min(stages - stage, m))
-        rows = timeline(name, stages, m)
-        assert all([step[1:] for step in row] == schedule(name, s, stages, m) for s, row in enumerate(rows))
-        starts = {(s, op, micro): start for s, row in enumerate(rows) for start, op, micro in row}
-        for (s, op, micro), start in starts.items():
-            if op == "F" and s:
-                assert start >= starts[s - 1, "F", micro] + 1
-            if op == "B" and s + 1 < stages:
-                assert start >= starts[s + 1, "B", micro] + 2
-        assert max(starts.values()) + 2 == 3 * (m + stages - 1)  # idle (p-1)/(m+p-1), both of them
+def test_schedule():
+    for name, stages, m, chunks in LAYOUTS:
+        orders = [schedule(name, stage, stages, m, chunks) for stage in range(stages)]
+        for stage, order in enumerate(orders):
+            assert sorted(order) == [(op, number) for op in "BF" for number in range(m * chunks)]
+            at = {step: i for i, step in enumerate(order)}
+            for chunk in range(chunks):
+                for op in "FB":  # the order in which gradients are summed
+                    places = [at[op, chunk * m + micro] for micro in range(m)]
+                    assert places == sorted(places)
+            assert all(at["F", number] < at["B", number] for number in range(m * chunks))
+            most = {"gpipe": m, "1f1b": min(stages - stage, m)}
+            most["interleaved"] = min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, m * chunks)
+            assert most_in_flight(order) == most[name]
+        rows = timeline(name, stages, m, chunks)
+        assert [[step[1:] for step in row] for row in rows] == orders
+        starts = {(op, n // m * stages + s, n % m): start for s, row in enumerate(rows) for start, op, n in row}  # by part of the model
+        for (op, part, micro), start in starts.items():
+            if op == "F" and part:
+                assert start >= starts["F", part - 1, micro] + 1
+            if op == "B" and part + 1 < stages * chunks:
+                assert start >= starts["B", part + 1, micro] + 2
+        assert max(starts.values()) + 2 == 3 * (m * chunks + stages - 1)  # idle (p-1)/(chunks m+p-1)
 
 
 def test_timeline_finds_a_deadlock(monkeypatch):
-    monkeypatch.setattr(train_pipe, "schedule", lambda name, s, stages, m: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)])
+    monkeypatch.setattr(train_pipe, "schedule", lambda name, s, *sizes: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)])
     with pytest.raises(ValueError, match="every stage waits"):
         timeline("1f1b", 2, 1)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_no_deadlock_when_sends_wait(name):
-    """isend waits for the one before it, which arrives only once its receiver has taken the message before that."""
-    for stages, m in SIZES:
-        programs = []
+def test_no_deadlock_and_no_mix_up_on_the_links():
+    """A link knows only the order of its messages; isend waits for the one before, which waits until its receiver posts."""
+    for name, stages, m, chunks in LAYOUTS:
+        programs, sent, taken = [], {}, {}
         for s in range(stages):
-            steps = [(op, s - 1 if op == "F" else s + 1, s + 1 if op == "F" else s - 1) for op, _ in schedule(name, s, stages, m)]
-            programs.append([step for op, source, to in steps for step in (("take", source, s, op), ("put", s, to, op))])
-            programs[s] = [step for step in programs[s] if 0 <= step[1] < stages and 0 <= step[2] < stages]
-        count = dict.fromkeys((step for program in programs for step in program), 0)
+            program = []
+            for op, number in schedule(name, s, stages, m, chunks):
+                part, step = number // m * stages + s, 1 if op == "F" else -1
+                if 0 <= part - step < stages * chunks:
+                    program.append(("take", (op, (s - step) % stages), (part, number % m)))
+                if 0 <= part + step < stages * chunks:
+                    program.append(("put", (op, s), (part + step, number % m)))
+            programs.append(program)
         moved = True
         while moved:
             moved = False
             for program in programs:
-                if program:
-                    what, source, to, op = program[0]
-                    taken, put = count[("take", source, to, op)], count[("put", source, to, op)]
-                    if (put > taken) if what == "take" else (put == 0 or taken >= put - 1):
-                        count[program.pop(0)] += 1
-                        moved = True
-        assert not any(programs), (name, stages, m)
+                while program:
+                    what, link, message = program[0]
+                    put, took = sent.setdefault(link, []), taken.setdefault(link, [])
+                    if not (len(put) > len(took) if what == "take" else len(took) >= len(put) - 1):
+                        break
+                    (took if what == "take" else put).append(message)
+                    program.pop(0)
+                    moved = True
+        assert not any(programs) and sent == taken, (name, stages, m, chunks)
 
 
 def test_draw():
@@ -83,8 +93,8 @@ def test_draw():
         "  stage 0  F0F1 . .B0-- .B1--  holds 2",
         "  stage 1   .F0B0--F1B1-- . .  holds 1",
     ]
-    for name in ("gpipe", "1f1b"):  # those of the docstring
-        assert draw(name, 4, 4).replace("\n", "\n    ") in train_pipe.__doc__
+    for drawing in (draw("gpipe", 4, 4), draw("1f1b", 4, 4), draw("interleaved", 4, 4, 2)):
+        assert drawing.replace("\n", "\n    ") in train_pipe.__doc__
 
 
 def config(n_layer, vocab_size=61, **more):
@@ -105,23 +115,28 @@ def test_cut_is_the_best_of_all():
             assert cost[tuple(len(part) for part in blocks)] == min(cost.values())
 
 
+def test_cut_of_6b():
+    sizes = {parts: [len(blocks) for blocks in cut(SIZES["6b"], parts)] for parts in (1, 2, 4, 8)}
+    assert sizes == {1: [32], 2: [17, 15], 4: [8, 8, 9, 7], 8: [4, 4, 4, 4, 4, 4, 5, 3]}
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_every_parameter_has_its_stage(tie):
     cfg = config(LAYERS, tie=tie)
     for stages in range(1, LAYERS + 1):
-        held = [stage_units(cfg, blocks) for blocks in cut(cfg, stages)]
+        held = [stage_units(cfg, [blocks]) for blocks in cut(cfg, stages)]
         for unit, names in unit_names(cfg).items():
             where = [s for s, units in enumerate(held) if units.get(unit) == names]
             assert where == ([0, stages - 1] if tie and unit == "embed" and stages > 1 else where[:1]) and where
 
 
-@pytest.mark.parametrize("by_hand", ["5", "2,2", "3,3", "5,0", "6,-1", "a,b", "2;3", "2,2,1", "4,1,"])
+@pytest.mark.parametrize("by_hand", ["7", "3,3", "4,4", "7,0", "8,-1", "a,b", "3;4", "3,3,1", "4,3,"])
 def test_wrong_cut_is_refused(by_hand):
-    assert [len(part) for part in cut(config(LAYERS), 2, "4,1")] == [4, 1]
-    with pytest.raises(UserError, match=f"--stages {by_hand}: expected 2 whole numbers .* sum 5"):
+    assert [len(part) for part in cut(config(LAYERS), 2, "4,3")] == [4, 3]
+    with pytest.raises(UserError, match=f"--stages {by_hand}: expected 2 whole numbers .* sum 7"):
         cut(config(LAYERS), 2, by_hand)
-    with pytest.raises(UserError, match="--pp 6: .* the model has 5; allowed is 1 to 5"):
-        cut(config(LAYERS), 6)
+    with pytest.raises(UserError, match="8 parts, .* the model has 7"):
+        cut(config(LAYERS), 8)
 
 
 def command(*flags):
@@ -131,8 +146,8 @@ def command(*flags):
 
 def test_command_line(tmp_path):
     toy_files(tmp_path)
-    done = command("--draw", "--pp", "3", "--global-batch", "10", "--micro-batch", "2")
-    assert done.returncode == 0 and done.stdout == draw("gpipe", 3, 5) + "\n" + draw("1f1b", 3, 5) + "\n"
+    done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
+    assert done.returncode == 0 and done.stdout == f"{draw('gpipe', 3, 6)}\n{draw('1f1b', 3, 6)}\n{draw('interleaved', 3, 6, 2)}\n"
     done = command("--pp", "2", "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run")
     assert (done.returncode, done.stderr) == (2, "error: tp*pp=2 does not divide the world of 1 ranks\n")
 
@@ -145,6 +160,7 @@ VARIANTS = {
     "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
     "gpipe": {"schedule": "gpipe", "data": "masked", "dropout": 0.1, "micro_batch": 3, "recompute": "full"},
     "no overlap": {"overlap": False, "micro_batch": 6, "steps": 10},
+    "tied, interleaved": {"schedule": "interleaved", "data": "masked", "tie": True, "dropout": 0.1, "eval_every": 7},
 }
 COUNTS = [f"{name} {m}" for m in range(1, 9) for name in ("gpipe", "1f1b")]  # micro-batches, fewer than stages too
 
@@ -166,7 +182,7 @@ def with_val(folder):
 
 
 def flags(folder, pp, dp, reference=False):
-    hand = {1: "5", 2: "1,4", 3: "1,1,3", 4: "2,1,1,1"}[pp]
+    hand = {1: "7", 2: "2,5", 3: "1,1,5", 4: "4,1,1,1"}[pp]
     found = {name: dict(more) for name, more in VARIANTS.items()}
     found |= {c: {"schedule": c.split()[0], "global_batch": 2 * dp * int(c.split()[1]), "micro_batch": 2, "steps": 2} for c in COUNTS}
     for name, more in found.items():
@@ -177,9 +193,12 @@ def flags(folder, pp, dp, reference=False):
             more["stages"] = hand
         if reference:
             more |= {"micro_batch": more.get("global_batch", 12), "overlap": True, "recompute": "none"}
-            more.pop("schedule", None), more.pop("stages", None)
+            more = {k: v for k, v in more.items() if k not in ("schedule", "stages")}
+            found[name] = more
         else:
             more["pp"] = pp
+            if name == "tied, interleaved":  # 6 parts, or 8 that do not fit: then 4 and one by one
+                more |= {"chunks": {2: 3, 3: 2}.get(pp, 1), "micro_batch": {(2, 1): 3, (3, 1): 2}.get((pp, dp), 1)}
     return found
 
 
@@ -236,10 +255,11 @@ def test_parity(pp, dp, reference, tmp_path):
         assert_follows(results[0][name][0], rows[dp][name], {}, {}, 1e-9)
     for m in range(1, 9):  # both schedules add in the same order
         assert [r[f"gpipe {m}"][1] for r in results] == [r[f"1f1b {m}"][1] for r in results]
-    val = {r["step"]: r["val_loss"] for r in rows[dp]["tied, masked"] if "val_loss" in r}
-    assert len(val) == 8
-    for result in results:
-        assert {r["step"]: r["val_loss"] for r in result["tied, masked"][0] if "val_loss" in r} == pytest.approx(val, rel=1e-9)
+    for name in ("tied, masked", "tied, interleaved"):
+        val = {r["step"]: r["val_loss"] for r in rows[dp][name] if "val_loss" in r}
+        assert len(val) == 8
+        for result in results:
+            assert {r["step"]: r["val_loss"] for r in result[name][0] if "val_loss" in r} == pytest.approx(val, rel=1e-9)
     for name in (*VARIANTS, *COUNTS):
         for result in results:  # one loss and one norm, the same bits on every rank
             assert [(r["loss"], r["grad_norm"]) for r in result[name][0]] == [(r["loss"], r["grad_norm"]) for r in results[0][name][0]]
@@ -309,8 +329,8 @@ def test_any_layout_resumes_any(tmp_path):
     for name, tensor in [item for loaded in held for item in loaded.items()]:
         assert torch.equal(tensor, saved[name]), name
     assert_follows(results[0][1], one[0][4:8], {}, {}, 1e-9)
-    # three stages -> two on part of a job of three -> one process again; and 4 + 4 + 4 on three stages is 12
-    later = run_ranks(3, chain, f, [("pipe", "c", ckpt("b", 8), 12, {})], 2, timeout=60)
+    # three stages -> two with two chunks each, on part of a job of three; and 3 + 3 steps on three stages are 6, bit for bit
+    later = run_ranks(3, chain, f, [("pipe", "c", ckpt("b", 8), 12, {"schedule": "interleaved"})], 2, timeout=60)
     assert_follows(later[0][0], one[0][8:12], final_weights(tmp_path / "c"), final_weights(tmp_path / "one"), 1e-9)
     runs = [("pipe", "whole", None, 6, {}), ("pipe", "half", None, 3, {}), ("pipe", "half", None, 6, {})]
     run_ranks(3, chain, f, runs, 0, timeout=60)
@@ -370,11 +390,11 @@ import launch, train_pipe
 
 class Pipeline(train_pipe.Pipeline):
     calls = 0
-    def forward(self, *args):
+    def forward(self, chunk, *args):
         self.calls += 1
-        if not self.first and not self.last and self.calls == 6:
+        if not self.is_first(chunk) and not self.is_last(chunk) and self.calls == 6:
             raise RuntimeError("the middle stage is out of luck")
-        return super().forward(*args)
+        return super().forward(chunk, *args)
 
 train_pipe.Pipeline = Pipeline
 launch.run_script(train_pipe.main, train_pipe.Config, "")

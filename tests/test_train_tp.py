@@ -2,13 +2,16 @@
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
+import data
 import launch
 import train_ddp
 import train_tp
@@ -24,15 +27,16 @@ KINDS = {
     "tied, dropout": {"tie": True, "dropout": 0.1},
     "masked": {"data": "masked"},
     "norms dominate": {"steps": 10},
+    "evaluated": {"data": "both", "steps": 6, "eval_every": 3},
 }
 TWO = {
     "plain": {"micro_batch": 6},
     "plain, no overlap": {"micro_batch": 6, "overlap": False},
-    "plain, one sequence": {"micro_batch": 1, "steps": 50},
     "tied, dropout": {"micro_batch": 3},  # halves of 2 and 1
     "tied, dropout, full": {"micro_batch": 12, "recompute": "full"},
     "masked, selective": {"micro_batch": 4, "recompute": "selective"},
-    "norms dominate": {"micro_batch": 12},
+    "norms dominate, one sequence": {"micro_batch": 1},
+    "evaluated": {"micro_batch": 3},
 }
 FOUR = {
     "plain, tp 4": {"micro_batch": 12},
@@ -44,7 +48,17 @@ FOUR = {
     "masked, 2 x 2": {"tp": 2, "micro_batch": 6},
     "norms dominate, tp 4": {"micro_batch": 12},
     "norms dominate, 2 x 2": {"tp": 2, "micro_batch": 6},
+    "evaluated, 2 x 2": {"tp": 2, "micro_batch": 3},
 }
+
+
+def files(folder):
+    """toy_files, and both/: 30 documents, some of them for validation."""
+    toy_files(folder, **HEADS)
+    draw = np.random.default_rng(1)
+    lines = (json.dumps({"ids": draw.integers(0, 61, 40).tolist()}) + "\n" for _ in range(30))
+    (folder / "both.jsonl").write_text("".join(lines))
+    data.prepare(str(folder / "both"), [str(folder / "both.jsonl")], vocab_size=61, workers=1, val=0.3)
 
 
 def kind_of(name):
@@ -99,8 +113,6 @@ class Observed(train_tp.TensorParallel):
     def finish(self):
         super().finish()
         self.steps += 1
-        b = self.buckets["norms"]
-        seen["norms' share"] = (torch.linalg.vector_norm(b.grad), b)
 
     def adamw_step(self, *args):
         super().adamw_step(*args)
@@ -111,7 +123,7 @@ class ObservedMeter(Meter):
     calls_made: list = []
 
     def _enter(self, op, what, nbytes):
-        if op in COLLECTIVES:
+        if op in COLLECTIVES and "eval" not in self.stack:  # evaluation is not part of a step
             self.calls_made.append((op, what, nbytes))
         super()._enter(op, what, nbytes)
 
@@ -146,18 +158,20 @@ def reference_run(rank, folder, variants):
 def reference(tmp_path_factory):
     """train_ddp in one process, the whole batch in one micro-batch -> kind: (rows, final state), and the folder."""
     folder = tmp_path_factory.mktemp("one")
-    toy_files(folder, **HEADS)
+    files(folder)
     rows = run_ranks(1, reference_run, str(folder), flags_of(folder, {k: {"micro_batch": 12} for k in KINDS}), timeout=200)[0]
     return {kind: (rows[kind], final_weights(folder / kind)) for kind in KINDS} | {"folder": folder}
 
 
 @pytest.mark.parametrize("world_size, variants", [(2, TWO), (4, FOUR)])
 def test_parity(world_size, variants, reference, tmp_path):
-    toy_files(tmp_path, **HEADS)
+    files(tmp_path)
     results = run_ranks(world_size, observed, str(tmp_path), flags_of(tmp_path, variants), timeout=400)
     for name in variants:
         rows, weights = reference[kind_of(name)]
         assert_follows(results[0][name][0], rows, final_weights(tmp_path / name), weights, 1e-9)
+        ours, theirs = ([r["val_loss"] for r in some if "val_loss" in r] for some in (results[0][name][0], rows))
+        assert ours == pytest.approx(theirs, abs=1e-9, rel=0) and len(ours) == (2 if name.startswith("evaluated") else 0)
         ranks = [result[name] for result in results]
         first_slices = {team_rank: first for _, (_, team_rank), first, _ in ranks}
         assert len(set(first_slices.values())) == len(first_slices)  # no two ranks of a team begin with the same slice
@@ -174,37 +188,38 @@ def test_parity(world_size, variants, reference, tmp_path):
 
 def test_one_rank_not_finite_all_skip(tmp_path):
     toy_files(tmp_path, **HEADS)
-    flags = {"not finite": {"micro_batch": 12, "steps": 5, "global_batch": 12}}
-    results = run_ranks(2, observed, str(tmp_path), flags_of(tmp_path, {"plain": {}}) and flags, timeout=100)
+    results = run_ranks(2, observed, str(tmp_path), {"not finite": {"micro_batch": 12, "steps": 5}}, timeout=100)
     for rows, _, _, digests in (r["not finite"] for r in results):
         assert [r["skipped"] for r in rows] == [False, False, True, False, False]
         assert len(digests) == 4  # nobody updated
 
 
-def relay(rank, script, folder, source, out):
-    """Load the checkpoint `source` under this layout and save it again at once, as folder/out."""
-    cfg = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{out}", device="cpu", dtype="float64", global_batch=12,
-               micro_batch=3, steps=50, resume=source, eval_every=0)  # fmt: skip
-    if script == "train_tp":
-        run = launch.start(train_tp.Config(**cfg), "train_tp", model_parallel=0)
-        team, replicas = train_tp.make_groups(run)
-        state = train_tp.TensorParallel(train_tp.TensorParallelGPT(run.model_cfg, team), run, replicas)
-    else:
-        run = launch.start(train_ddp.Config(**cfg), "train_ddp")
-        state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
-    saver, scaler = Checkpointer(f"{run.out}/ckpt", group=run.control), LossScaler(run.cfg)
-    step, updates = launch.resume(run, saver, state, scaler)
-    saver.save(step, state.pieces(), launch.progress(run, step, updates, scaler))
-    saver.wait()
+def relay(rank, folder, source):
+    """Load a checkpoint under one layout and save it again at once, load that under the next, ..."""
+    layouts = {"tp 4": train_tp.Config(tp=4), "2 x 2": train_tp.Config(tp=2), "ddp": train_ddp.Config()}
+    for out, cfg in layouts.items():
+        flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3)
+        cfg = dataclasses.replace(cfg, out=f"{folder}/{out}", steps=50, resume=source, **flags)
+        if isinstance(cfg, train_tp.Config):
+            run = launch.start(cfg, "train_tp", model_parallel=cfg.tp)
+            team, replicas = train_tp.make_groups(run)
+            state = train_tp.TensorParallel(train_tp.TensorParallelGPT(run.model_cfg, team), run, replicas)
+        else:
+            run = launch.start(cfg, "train_ddp")
+            state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
+        saver, scaler = Checkpointer(f"{run.out}/ckpt", group=run.control), LossScaler(run.cfg)
+        step, updates = launch.resume(run, saver, state, scaler)
+        saver.save(step, state.pieces(), launch.progress(run, step, updates, scaler))
+        saver.wait()
+        source = f"{run.out}/ckpt/{Path(source).name}"
 
 
 def test_any_layout_to_any_layout(reference, tmp_path):
-    """One process -> tp 2 -> tp 4 -> data parallel on 2: every weight and moment bit-equal, 61 rows of the vocabulary, not 64."""
+    """One process -> tp 4 -> 2 x 2 -> data parallel: every weight and moment bit-equal, 61 rows of the vocabulary, not 64."""
     toy_files(tmp_path, **HEADS)
-    source, weights = str(max((reference["folder"] / "plain/ckpt").glob("step_*"))), reference["plain"][1]
-    for ranks, script, out in ((2, "train_tp", "two"), (4, "train_tp", "four"), (2, "train_ddp", "ddp")):
-        run_ranks(ranks, relay, script, str(tmp_path), source, out, timeout=100)
-        source = str(max((tmp_path / out / "ckpt").glob("step_*")))
+    source, weights = max((reference["folder"] / "plain/ckpt").glob("step_*")), reference["plain"][1]
+    run_ranks(4, relay, str(tmp_path), str(source), timeout=100)
+    for out in ("tp 4", "2 x 2", "ddp"):
         loaded = final_weights(tmp_path / out)
         assert loaded.keys() == weights.keys() and loaded["head.weight"].shape == (61, 32)
         for name, tensor in weights.items():
@@ -230,7 +245,7 @@ def refusals(rank, folder):
     def message(fn):
         try:
             fn()
-        except (UserError, IndexError) as error:
+        except (UserError, IndexError, RuntimeError) as error:
             return str(error)
 
     base = dict(data=f"{folder}/plain", device="cpu", global_batch=12, micro_batch=3, steps=1, workers=0)
@@ -272,10 +287,11 @@ def sub_group(rank, folder):
     """main() on ranks 0 and 1 of 4."""
     group = dist.new_group([0, 1])
     if rank < 2:
-        cfg = train_tp.Config(model=f"{folder}/world/toy.json", data=f"{folder}/plain", out=f"{folder}/sub", device="cpu", dtype="float64",
-                              global_batch=12, micro_batch=6, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0)  # fmt: skip
-        stop = dataclasses.replace(cfg, steps=2, min_lr=1e-4)
-        return [(r["loss"], r["grad_norm"]) for r in train_tp.main(stop, group)]
+        flags = dict(
+            model=f"{folder}/world/toy.json", data=f"{folder}/plain", out=f"{folder}/sub", device="cpu", dtype="float64", workers=0
+        )
+        cfg = train_tp.Config(global_batch=12, micro_batch=6, steps=2, lr=1e-3, warmup_steps=5, clip=0.1, **flags)
+        return [(r["loss"], r["grad_norm"]) for r in train_tp.main(cfg, group)]
 
 
 def test_refusals(reference, tmp_path):
