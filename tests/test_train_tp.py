@@ -25,7 +25,7 @@ HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 
 KINDS = {
     "plain": {},
     "tied, dropout": {"tie": True, "dropout": 0.1},
-    "masked": {"data": "masked"},
+    "masked": {"data": "masked", "steps": 20},
     "norms dominate": {"steps": 10},
     "evaluated": {"data": "both", "steps": 6, "eval_every": 3},
 }
@@ -40,14 +40,13 @@ TWO = {
 }
 FOUR = {
     "plain, tp 4": {"micro_batch": 12},
-    "plain, tp 1": {"tp": 1, "micro_batch": 3},
-    "plain, 2 x 2": {"tp": 2, "micro_batch": 3},
-    "plain, 2 x 2, no overlap": {"tp": 2, "micro_batch": 3, "overlap": False},
-    "tied, dropout, tp 4": {"micro_batch": 6},
+    "plain, 2 x 2": {"tp": 2, "micro_batch": 6},
+    "tied, dropout, tp 4": {"micro_batch": 12},
     "tied, dropout, 2 x 2": {"tp": 2, "micro_batch": 3},
     "masked, 2 x 2": {"tp": 2, "micro_batch": 6},
     "norms dominate, tp 4": {"micro_batch": 12},
-    "norms dominate, 2 x 2": {"tp": 2, "micro_batch": 6},
+    "norms dominate, 2 x 2, no overlap": {"tp": 2, "micro_batch": 3, "overlap": False},
+    "norms dominate, tp 1": {"tp": 1, "micro_batch": 3},
     "evaluated, 2 x 2": {"tp": 2, "micro_batch": 3},
 }
 

@@ -1,0 +1,46 @@
+"""The loop is repeated in every training script on purpose: what must stay the same is the same, what differs is the idea."""
+
+import difflib
+import re
+
+import pytest
+from harness import ROOT
+
+SCRIPTS = {"train_ddp": "ddp", "train_zero": "zero", "train_tp": "tp", "train_pipe": "pipe"}  # script -> its strategy object
+# evaluate() gets the strategy where the model's own forward is not enough
+CALLS = r"\b(ddp|zero|tp|pipe)(?=\.|, scaler\))|(?<=evaluate\(run, )\w+(?=\))"
+
+
+def same_blocks(script: str) -> list[list[str]]:
+    """The lines between the marker comments, with the strategy object's name normalised."""
+    text = (ROOT / f"{script}.py").read_text()
+    blocks = re.findall(r"^ *# \[same in every train_\*\.py\n(.*?)^ *# same\]$", text, re.M | re.S)
+    assert text.count("# [same in every train_*.py") == text.count("# same]") == len(blocks), f"{script}: a marker has no partner"
+    return [re.sub(CALLS, "strategy", block).splitlines() for block in blocks]
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s != "train_ddp"])
+def test_marked_blocks_are_the_same(script):
+    reference, ours = same_blocks("train_ddp"), same_blocks(script)
+    assert len(ours) == len(reference) == 4
+    for number, (a, b) in enumerate(zip(reference, ours)):
+        difference = "\n".join(difflib.unified_diff(a, b, "train_ddp.py", f"{script}.py", lineterm=""))
+        assert not difference, f"block {number}:\n{difference}"
+
+
+def test_the_run_of_ddp_and_zero_differs_in_a_few_lines():
+    """`diff train_ddp.py train_zero.py` is the lesson: below "the run" only names, the forward call and --deepspeed differ."""
+    ours = {}
+    for script, name in (("train_ddp", "ddp"), ("train_zero", "zero")):
+        loop = (ROOT / f"{script}.py").read_text().split("# --- the run ---")[1]
+        ours[script] = re.sub(rf"\b{name}\b", "strategy", loop).splitlines()
+    changed = [line for line in difflib.ndiff(ours["train_ddp"], ours["train_zero"]) if line[0] in "+-"]
+    assert len(changed) < 40, "\n".join(changed)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_idea_and_run_are_told_apart(script):
+    """Each script has the two headings, in this order, and a marked loop behind the second."""
+    text = (ROOT / f"{script}.py").read_text()
+    idea, run, loop = text.find("# --- the idea"), text.find("# --- the run ---"), text.find("for step in range(start, cfg.steps)")
+    assert 0 < idea < run < loop
