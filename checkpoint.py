@@ -24,6 +24,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
 import pickle
 import re
@@ -561,13 +562,19 @@ class Checkpointer:
 
 
 def host_memory(nbytes: int, page_locked: bool) -> torch.Tensor:
-    """1-D uint8. Page-locked by cudaHostRegister, not by pin_memory=True, which rounds up to a power of two: 73 GB would take 137."""
-    arena = torch.empty(nbytes, dtype=torch.uint8)
-    if page_locked and nbytes:
-        arena.zero_()  # by all threads: locking would bring the pages in one by one
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))
-        weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())
+    """1-D uint8 of zeros, page-locked as long as this very tensor lives (not: a view of it).
+
+    By cudaHostRegister, not by pin_memory=True, which rounds up to a power of two: 73 GB would take 137.
+    """
+    if not page_locked or not nbytes:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_DONTFORK)  # locked pages cannot be shared: each loader worker's fork would copy all of them
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; locking would bring the pages in one by one
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))
+    weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())
     return arena
 
 

@@ -70,9 +70,11 @@ class Config:
     profile: bool = False  # write a torch profiler trace of a few steps into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 
+    given = frozenset()  # no flag (no annotation, so no field): names of those on the command line, set by parse_flags
+
 
 BY_SIZE = {  # global batch, micro-batch, steps, lr, warm-up
-    "tiny": (64, 16, 500, 4e-3, 50),
+    "tiny": (24, 6, 600, 4e-3, 50),
     "124m": (512, 16, 5000, 6e-4, 200),
     "350m": (512, 8, 10000, 3e-4, 500),
     "1b": (256, 4, 20000, 3e-4, 500),
@@ -128,7 +130,8 @@ def field_help(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            for match in re.finditer(r"^    (\w+): .*?  # (.*)$", inspect.getsource(base), re.M):
+            # [^#]: a field may be broken over several lines, the comment is behind its last one or inside its bracket
+            for match in re.finditer(r"^    (\w+): [^#]*?  # (.*)$", inspect.getsource(base), re.M):
                 found[match[1]] = match[2]
     return found
 
@@ -136,7 +139,8 @@ def field_help(cls: type) -> dict[str, str]:
 def parse_flags(cls: type, argv: list[str]):
     """`--micro-batch 4`, `--micro-batch=4`, `--compile`, `--no-compile` -> an instance of the Config dataclass `cls`.
 
-    Raises UserError for unknown names (with the nearest, or what does it here), and for values of the wrong kind.
+    Its attribute `given` names the fields that were set, to tell --stage 2 from a default of 2. Raises UserError for unknown
+    names (with the nearest, or what does it here), and for values of the wrong kind.
     """
     fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -166,13 +170,15 @@ def parse_flags(cls: type, argv: list[str]):
                 raise UserError(f"--{name} needs a value")
             value = rest.pop(0)
         values[field.name] = _value(name, value, hints[field.name])
-    return cls(**values)
+    cfg = cls(**values)
+    cfg.given = frozenset(values)
+    return cfg
 
 
 def _value(name: str, text: str, kind: object) -> object:
     if typing.get_origin(kind) is Literal:
         text = DTYPES.get(text, text) if name == "dtype" else text
-        allowed = [a for a in typing.get_args(kind) if a]
+        allowed = [a for a in typing.get_args(kind) if a != ""]
         if text not in map(str, allowed):
             raise UserError(f"--{name} {text}: allowed are {', '.join(map(str, allowed))}")
         return next(a for a in allowed if str(a) == text)

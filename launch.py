@@ -8,6 +8,9 @@ first, and an exit code.
 
 import dataclasses
 import datetime
+import faulthandler
+import functools
+import itertools
 import json
 import os
 import re
@@ -22,14 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # at 95 % of the card, fragments are what does not fit
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams share 8 queues by default; a waiting receive must not hold up others
 
 import torch  # noqa: E402  (after the line above: the allocator reads it once)
 import torch.distributed as dist  # noqa: E402
-from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 
+from checkpoint import describe, read_meta  # noqa: E402
 from data import Tokens, ensure_corpus, has_val, open_tokens  # noqa: E402
+from export import find_checkpoint, load_hf  # noqa: E402
 from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help  # noqa: E402
-from meter import say  # noqa: E402
+from meter import running, say  # noqa: E402
 from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params  # noqa: E402
 
 # torch 2.13 renamed the two; 2.11 has the old names only
@@ -74,6 +79,7 @@ class Run:
         return values
 
 
+_run: Run | None = None  # the last one started: what an error report can say about it
 _signal: int = 0
 
 
@@ -85,6 +91,8 @@ def stop_signal() -> int:
 def _on_signal(number: int, frame: object) -> None:
     global _signal
     _signal = _signal or number
+    if not running():  # before the loop there is nothing to save: waiting for ranks or a corpus must not outlast a signal
+        os._exit(128 + number)
 
 
 def pick_device(cfg: Config) -> torch.device:
@@ -139,7 +147,7 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     store = dist.PrefixStore(f"nanoshard/{attempt}", tcp)
     if store.add(f"arrived/{rank}", 1) > 1:
         raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
-    deadline = time.time() + timeout_s
+    deadline = time.time() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
     while missing := [r for r in range(size) if not store.check([f"arrived/{r}"])]:
         if time.time() > deadline:
             raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
@@ -147,12 +155,19 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
 
 
-def start(cfg: Config, script: str, group: dist.ProcessGroup | None = None, model_parallel: int = 1) -> Run:
+def start(
+    cfg: Config,
+    script: str,
+    group: dist.ProcessGroup | None = None,
+    model_parallel: int = 1,
+    check: Callable[[Run], object] | None = None,
+) -> Run:
     """Check everything and fill in every default; collective over `group` (the whole job when None).
 
     model_parallel: neighbouring ranks that share one batch (tensor or pipeline parallel), 0: all; the others are data parallel.
-    Raises UserError, the same on every rank, before anything is built.
+    check: a script's own refusals, called last. Raises UserError, the same on every rank, before anything is built or written.
     """
+    global _run
     cfg = dataclasses.replace(cfg)
     device = pick_device(cfg)
     if not dist.is_initialized():
@@ -217,11 +232,15 @@ def start(cfg: Config, script: str, group: dist.ProcessGroup | None = None, mode
             f"{cfg.data} has a vocabulary of {run.tokens.vocab_size} ({run.tokens.tokenizer}), the model knows {cfg.vocab_size} ids; "
             f"use --vocab-size {run.tokens.vocab_size} or more"
         )
-    if run.tokens.n_windows(cfg.seq_len) < 1:
-        raise UserError(f"{cfg.data} holds {run.tokens.n_tokens} tokens, --seq-len {cfg.seq_len} needs at least {cfg.seq_len + 1}")
+    run.tokens.n_windows(cfg.seq_len)  # UserError if there is none, here as below
+    if run.val_tokens and cfg.eval_every:
+        run.val_tokens.n_windows(cfg.seq_len)
+    if check:
+        check(run)
     if not cfg.explain:
         _open_run_folder(run)
         _banner(run)
+    _run = run
     return run
 
 
@@ -249,7 +268,7 @@ def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
         prepare()
         return
     store = dist.distributed_c10d._get_default_store()
-    host = f"prepare/{os.environ.get('GROUP_RANK', 0)}/{_prepared()}"
+    host = f"prepare/{os.environ.get('GROUP_RANK', 0)}/{next(_preparations)}"
     if int(os.environ.get("LOCAL_RANK", run.rank)) == 0:
         try:
             prepare()
@@ -268,14 +287,7 @@ def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
         raise UserError(message)
 
 
-_preparations = 0
-
-
-def _prepared() -> int:
-    """Number of this preparation: main() may run many times in one job."""
-    global _preparations
-    _preparations += 1
-    return _preparations
+_preparations = itertools.count()  # main() may run many times in one job
 
 
 def _open_run_folder(run: Run) -> None:
@@ -373,6 +385,7 @@ def progress(run: Run, done: int, updates: int, scaler) -> dict:
         "config": dataclasses.asdict(run.cfg),
         "model": dataclasses.asdict(run.model_cfg),
         "data": run.tokens.fingerprint,
+        "tokenizer": run.tokens.tokenizer,
         "world_size": run.world_size,
         "script": run.script,
         "torch": torch.__version__,
@@ -405,15 +418,10 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
         return 0, 0
     if explicit and not Path(path).is_dir():
         raise UserError(f"--resume {path}: no such checkpoint; allowed are auto, never, or a step_... folder")
-    from checkpoint import read_meta
-
     saved = read_meta(path)
     if not {"step", "updates", "scaler", "config", "model", "data"} <= saved.keys():
         raise UserError(f"{path}: its meta.json is not one of a training run")
-    now = dataclasses.asdict(run.model_cfg)
-    for key, old in saved["model"].items():
-        if old != now.get(key) and key not in ("dropout", "seq_len"):
-            raise UserError(f"{path} is of another model: {key} was {old}, is {now.get(key)}; --init-from starts a new run from weights")
+    _same_model(run, path, saved)
     if saved["data"] != run.tokens.fingerprint:
         raise UserError(
             f"{path} was trained on another corpus (fingerprint {saved['data']}, {cfg.data} has {run.tokens.fingerprint}): its order of "
@@ -441,34 +449,36 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     return saved["step"], saved["updates"]
 
 
+def _same_model(run: Run, path: str | Path, saved: dict) -> None:
+    """Raises UserError naming the first field in which the checkpoint's model is another one."""
+    for key, new in dataclasses.asdict(run.model_cfg).items():
+        old = saved["model"].get(key)
+        if old != new and key not in ("dropout", "seq_len"):  # no weight depends on these two
+            raise UserError(f"{path} is of another model: {key} was {old}, is {new}")
+
+
 def _init_from(run: Run, saver, strategy, pieces: dict) -> None:
     """Weights of another run (or of a Hugging Face Llama folder), everything else new."""
-    path = Path(run.cfg.init_from)
-    if (path / "config.json").exists() and not (path / "meta.json").exists():
-        from export import load_hf
-
-        load_hf(path, {name: piece for name, piece in pieces.items() if not name.startswith("exp_avg")}, run.model_cfg)
-    elif path.is_dir():
-        saver.load(path, pieces)
-        for name, piece in pieces.items():
-            if name.startswith("exp_avg"):
-                for _, box in piece.boxes:
-                    box.zero_()
+    path = find_checkpoint(run.cfg.init_from)
+    weights = {name: piece for name, piece in pieces.items() if not name.startswith("exp_avg")}
+    if (path / "meta.json").exists():
+        _same_model(run, path, read_meta(path))
+        saver.load(path, describe(path) | weights)
     else:
-        raise UserError(f"--init-from {path}: neither a checkpoint (step_... folder) nor a Hugging Face Llama folder with config.json")
+        load_hf(path, weights, run.model_cfg)
     strategy.masters_changed()
     say(f"weights from {path}, a new run from step 0")
 
 
-_sample_logs: dict[str, typing.IO] = {}
+@functools.cache
+def _sample_log(path: str) -> typing.IO:
+    return open(path, "a", buffering=1)
 
 
 def log_samples(run: Run, step: int, sample: torch.Tensor) -> None:
     """Under --log-samples: a line per micro-batch in samples-RANK.jsonl with the stream indices of its sequences."""
     if run.cfg.log_samples:
-        path = f"{run.out}/samples-{run.rank}.jsonl"
-        file = _sample_logs.setdefault(path, open(path, "a", buffering=1))  # noqa: SIM115 (open for the whole run)
-        file.write(json.dumps({"step": step, "sample": sample.tolist()}) + "\n")
+        _sample_log(f"{run.out}/samples-{run.rank}.jsonl").write(json.dumps({"step": step, "sample": sample.tolist()}) + "\n")
 
 
 # --- the frame --------------------------------------------------------------------------------------------------------
@@ -482,36 +492,82 @@ def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _on_signal)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # `pkill -USR1 -f train_`: every thread's stack of every rank, while it hangs
+    stopped = torch.zeros(1, dtype=torch.int32)
+    cfg = None
     try:
-        record(main)(parse_flags(config, argv))
+        cfg = parse_flags(config, argv)
+        main(cfg)
+        if dist.is_initialized():
+            stopped += _signal
+            dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # and no rank takes the store away while another still needs it
+            dist.destroy_process_group()
     except BaseException as error:
-        _report(error)
+        _report(error, main, alike=cfg is None and "TORCHELASTIC_RUN_ID" in os.environ)
         os._exit(2 if isinstance(error, UserError) else 1)  # not destroy_process_group: it can hang while a peer waits
-    if dist.is_initialized():
-        dist.barrier()  # no rank takes the store away while another still needs it
-        dist.destroy_process_group()
-    if _signal:
-        sys.exit(128 + _signal)
+    if stopped:
+        sys.exit(128 + int(stopped))
 
 
-def _report(error: BaseException) -> None:
-    """Print this rank's error, or, if it only follows from another rank's, one line that points there."""
-    rank = int(os.environ.get("RANK", 0))
-    text = f"error: {error}" if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
-    summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    first = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
+def _report(error: BaseException, main: Callable, alike: bool) -> None:
+    """Print this rank's error, or, if it only follows from another rank's, one line that points there.
+
+    alike: every rank has this error, before there is a store in which to say who was first: rank 0 prints it. torchrun shows
+    the line once more, as the traceback of its root cause: the earliest that ranks left in their error files.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun sends it as soon as another rank is gone
+    rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    is_users = isinstance(error, UserError)
+    summary = str(error) if is_users else (traceback.format_exception_only(error)[0].splitlines() or [""])[0]
+    text = f"error: {error}" if is_users else "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the words of torch on a CPU
+        summary = _out_of_memory(main.__globals__.get("predict"))
+        text += f"\nerror: {summary}"
+    first = [0 if alike else rank, summary]
+    if dist.is_initialized() and several:
         try:
             store = dist.distributed_c10d._get_default_store()
             secondary = "Connection closed by peer" in str(error) or "Connection reset" in str(error) or "NCCL" in type(error).__name__
             deadline = time.time() + (3 if secondary else 0)
             while not store.check(["first_error"]) and time.time() < deadline:
                 time.sleep(0.05)  # the rank that closed the connection is about to say why
-            mine = json.dumps([rank, type(error).__name__, summary])
-            first = json.loads(store.compare_set("first_error", "", mine))
+            first = json.loads(store.compare_set("first_error", "", json.dumps([rank, summary])))
         except (RuntimeError, ValueError):
-            pass  # the store went with its host: then our own error is the best there is
-    if first is None or first[0] == rank:
-        print(f"rank {rank}: {text}" if dist.is_initialized() and dist.get_world_size() > 1 else text, file=sys.stderr, flush=True)
-    elif not (isinstance(error, UserError) and first[2] == summary):
-        print(f"rank {rank} stopped because rank {first[0]} failed: {first[1]}: {first[2]}", file=sys.stderr, flush=True)
+            first = [rank, summary]  # the store went with its host: then our own error is the best there is
+    if first[0] == rank:
+        print(f"rank {rank}: {text}" if several else text, file=sys.stderr, flush=True)
+    elif first[1] != summary:
+        summary = f"rank {rank} stopped because rank {first[0]} failed: {first[1]}"
+        print(summary, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        follows = first[0] != rank  # torchrun compares whole seconds: one more puts these behind the first
+        extra = {"py_callstack": summary, "timestamp": str(int(time.time()) + follows)}
+        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
+    if alike and rank:
+        time.sleep(1)  # torchrun ends rank 0 when we end, perhaps before it gets here
+
+
+def _out_of_memory(predict: Callable[[Run], tuple] | None) -> str:
+    """The last line of a rank that ran out of memory: predicted beside there, and the smallest change that helps."""
+    run = _run
+    if run is None or predict is None:
+        return "out of memory"
+    cfg = run.cfg
+    if run.device.type == "cuda":
+        there = torch.cuda.get_device_properties(run.device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    predicted = sum(predict(run)[0].values())
+    changes = [{"micro_batch": m} for m in range(cfg.micro_batch - 1, 0, -1) if cfg.micro_batch % m == 0] + [{"recompute": "full"}]
+    if hasattr(cfg, "stage"):
+        changes += [{"stage": stage} for stage in range(cfg.stage + 1, 4)] + [{"offload": "optimizer"}]
+    helps = "no single flag is enough: more GPUs, or --micro-batch 1 with --recompute full and train_zero.py --stage 3"
+    for change in changes:  # in the order of what they cost in speed
+        accum = cfg.global_batch // (change.get("micro_batch", cfg.micro_batch) * run.dp)
+        other = dataclasses.replace(run, cfg=dataclasses.replace(cfg, **change), accum=accum)
+        if sum(predict(other)[0].values()) < 0.9 * min(there, predicted):  # of predicted too: it did not fit
+            helps = "smallest change that helps: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in change.items())
+            break
+    return f"rank {run.rank} is out of memory: {predicted / 1e9:.2f} GB predicted, the device has {there / 1e9:.2f} GB; {helps}"

@@ -85,6 +85,11 @@ def at(op: str, what: str = "", nbytes: int = 0):
         meter._leave()
 
 
+def running() -> bool:
+    """Whether a training loop is under way in this process."""
+    return _meter is not None
+
+
 def say(text: str) -> None:
     """A line on the screen, from rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -91,6 +91,10 @@ def load_config(name: str) -> ModelConfig:
 
 def _from_hf(name: str, hf: dict) -> dict:
     """Fields of a Hugging Face Llama config; what it asks for beyond this model is refused by name."""
+    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+    for key in needed:
+        if not isinstance(hf.get(key), int) or hf[key] < 1:
+            raise UserError(f"--model {name}: {key} is {hf.get(key, 'missing')}, a Llama config has {', '.join(needed)}, each 1 or more")
     scaling = hf.get("rope_scaling") or {}
     parameters = hf.get("rope_parameters") or {}  # transformers 5 keeps theta in here
     cannot = {

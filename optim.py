@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from checkpoint import Piece, flat_piece
 from flags import UserError
+from meter import say
 
 
 def lr_at(update: int, cfg) -> float:
@@ -107,7 +108,8 @@ def gradient_factor(norm: float, clip: float) -> float:
 class LossScaler:
     """The factor on the loss that keeps float16 gradients above underflow; 1 and constant in every other dtype.
 
-    Starts at 2^16, halves when a gradient overflowed (after `hysteresis` overflows), doubles after `window` good steps.
+    Starts at 2^16, halves when a gradient overflowed (the first `hysteresis` - 1 overflows are let pass), doubles after
+    `window` good steps and one more, then every `window`: DeepSpeed's rule, torch's GradScaler does without the one more.
     In every dtype, a step whose gradient is not finite is skipped on all ranks; `patience` such steps in a row that
     lowering the scale cannot cure end the run.
     """
@@ -124,10 +126,11 @@ class LossScaler:
         """Once per step with the ranks' common verdict. Raises UserError naming `culprit` when overflow does not end."""
         if finite:
             self.good, self.stuck = self.good + 1, 0
-            if self.dynamic and self.good % self.window == 0:
+            if self.dynamic and self.good > 1 and (self.good - 1) % self.window == 0:
                 self.scale, self.left = self.scale * 2, self.hysteresis
             return
         self.good = 0
+        say(f"gradient not finite in {culprit} at loss scale {self.scale:g}: all ranks skip this step")
         if self.dynamic and self.scale > self.minimum:
             if self.left <= 1:
                 self.scale = max(self.scale / 2, self.minimum)

@@ -49,9 +49,9 @@ class PeerMemory:
 
         self.mine = symmetric.empty(numel, dtype=dtype, device=run.device).zero_()
         self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
+        self.rank = run.rank
         self.of: list[Tensor] = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(run.world_size)]
         self.stream = torch.cuda.Stream(run.device)
-        self.rank = run.rank
         run.outside += self.mine.nbytes
 
     def barrier(self) -> None:

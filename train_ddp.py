@@ -191,7 +191,13 @@ def evaluate(run: Run, model: GPT) -> float:
     """Mean loss over the validation windows, each counted once however many ranks score them."""
     cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
     batches = val_batches(
-        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+        run.val_tokens,
+        seq_len=cfg.seq_len,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        limit=cfg.eval_windows,
+        vocab_size=cfg.vocab_size,
     )
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)

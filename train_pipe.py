@@ -243,10 +243,11 @@ class Link:
         self.posted: tuple[Tensor, dist.Work] | None = None
         self.sent: tuple[Tensor, dist.Work] | None = None
 
-    def expect(self, messages: int) -> None:
-        """So many will be received from now on; starts the first."""
+    def expect(self, messages: int, early: bool) -> None:
+        """So many will be received from now on. early: start the first; else with its recv()."""
         self.coming = messages
-        self.post()
+        if early:
+            self.post()
 
     def post(self) -> None:
         """Start receiving one message, which then arrives while this rank computes."""
@@ -256,6 +257,8 @@ class Link:
 
     def recv(self) -> Tensor:
         """Wait for the message that was posted, and post the next. (B, T, C) in the compute dtype."""
+        if self.posted is None:
+            self.post()
         buffer, work = self.posted
         with at("bubble", self.what):
             work.wait()
@@ -290,6 +293,7 @@ class Pipeline(DataParallel):
         for s in range(pp if chunks > 1 else pp - 1):
             for what in ("activation", "gradient"):
                 pairs[s, what] = subgroup(run, lambda r, ends=(s, (s + 1) % pp): (r // pp, r % pp in ends))
+        self.shake_hands(pairs, stage, pp)
         before, behind = (stage - 1) % pp, stage
         if (before, "activation") in pairs:
             self.from_previous = Link(pairs[before, "activation"], "activation", run)
@@ -301,6 +305,31 @@ class Pipeline(DataParallel):
         if cfg.tie and pp > 1:
             ends = subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
             self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
+
+    def shake_hands(self, pairs: dict[tuple[int, str], dist.ProcessGroup], stage: int, stages: int) -> None:
+        """One message over each link, in one order for all: NCCL sets a connection up at its first message and both sides
+        wait in there; two neighbours that began with different links would wait for each other."""
+        token = torch.zeros(1, device=self.run.device)
+        for (s, what), group in pairs.items():
+            ends = (s, (s + 1) % stages)
+            if stage in ends:
+                sends = (stage == ends[0]) == (what == "activation")
+                other = 1 - dist.get_rank(group)
+                (dist.isend(token, group=group, group_dst=other) if sends else dist.irecv(token, group=group, group_src=other)).wait()
+
+    def warm_up(self) -> None:
+        """Compile every part, forward and backward, before there are messages: compiling waits for the GPU, the GPU for the
+        receive that is posted, and the neighbour who should send is compiling too and waits for us."""
+        cfg, run = self.run.cfg, self.run
+        ids = torch.zeros(cfg.micro_batch, cfg.seq_len, dtype=torch.int64, device=run.device)
+        keys = dropout_keys(cfg.seed, 0, ids[:, 0]) if run.model_cfg.dropout else None
+        self.first_micro, self.last_micro = True, False  # these gradients are overwritten by the first that counts
+        for chunk in range(len(self.parts)):
+            h = torch.zeros(cfg.micro_batch, cfg.seq_len, run.model_cfg.n_embd, dtype=run.dtype, device=run.device)
+            with torch.no_grad():
+                self.forward(chunk, h, ids, ids, keys=None)  # as evaluation does
+            out = self.forward(chunk, h.requires_grad_(), ids, ids, keys)
+            out.backward(torch.zeros_like(out))
 
     def is_first(self, chunk: int) -> bool:
         """Whether this chunk begins with the embedding; the others receive their input."""
@@ -315,9 +344,10 @@ class Pipeline(DataParallel):
         inputs = sum(not self.is_first(c) for c in range(len(self.parts)))
         gradients = sum(not self.is_last(c) for c in range(len(self.parts)))
         if inputs:
-            self.from_previous.expect(inputs * micro_batches)
+            self.from_previous.expect(inputs * micro_batches, early=self.parts[0].start > 0)
         if gradients:
-            self.from_next.expect(gradients * micro_batches)
+            # not early: it answers to what this stage has yet to send, and until then anything that waits for the GPU would wait for it
+            self.from_next.expect(gradients * micro_batches, early=False)
 
     def forward(self, chunk: int, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None) -> Tensor:
         """h (B, T, C) from the part before (the first takes x (B, T)) -> (B, T, C), in the last part the summed loss."""
@@ -331,7 +361,7 @@ class Pipeline(DataParallel):
         for chunk in range(len(self.parts)):
             h = None
             if not self.is_first(chunk):
-                self.from_previous.expect(1)
+                self.from_previous.expect(1, early=False)
                 h = self.from_previous.recv()
             out = self.forward(chunk, h, x, y, None)
             if not self.is_last(chunk):
@@ -425,7 +455,13 @@ def evaluate(run: Run, model: GPT) -> float:
     """Mean loss over the validation windows, each counted once however many ranks score them."""
     cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
     batches = val_batches(
-        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+        run.val_tokens,
+        seq_len=cfg.seq_len,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        limit=cfg.eval_windows,
+        vocab_size=cfg.vocab_size,
     )
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
@@ -445,7 +481,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if micro_batches % (cfg.pp or 4) == 0 or chunks == 1:
                 print(draw(name, cfg.pp or 4, micro_batches, chunks))
         return []
-    run = launch.start(cfg, __file__, group, model_parallel=cfg.pp)
+    run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=layout)
     cfg = run.cfg
     cfg.pp = run.world_size // run.dp
     if cfg.check_collectives and cfg.pp > 1:
@@ -460,6 +496,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
         model.compile_blocks()
+        pipe.warm_up()
     _, stage, chunks, stages = layout(run)
     say(f"stages: {', '.join('+'.join(str(len(part)) for part in parts) for parts in stages)} blocks, {cfg.schedule}")
     order = schedule(cfg.schedule, stage, cfg.pp, run.accum, chunks)

@@ -560,7 +560,13 @@ def evaluate(run: Run, model: GPT) -> float:
     """Mean loss over the validation windows, each counted once however many ranks score them."""
     cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
     batches = val_batches(
-        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+        run.val_tokens,
+        seq_len=cfg.seq_len,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        limit=cfg.eval_windows,
+        vocab_size=cfg.vocab_size,
     )
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
@@ -574,9 +580,8 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(cfg, __file__, group, model_parallel=cfg.tp)
+    run = launch.start(cfg, __file__, group, model_parallel=cfg.tp, check=check_layout)
     cfg = run.cfg
-    check_layout(run)
     memory, traffic = predict(run)
     if cfg.explain:
         launch.explain(run, memory, traffic)

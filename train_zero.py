@@ -19,8 +19,8 @@ block, norm and head), so that a collective has nothing to pack. One step:
     all_reduce(loss, tokens, stop); all_reduce(squared norm); clip; AdamW on the shard
     stage 1, 2: all_gather(new weights of unit u)                    while unit u+1 updates
 
-Bytes per parameter held, and handed to collectives per parameter and step, for bf16 compute, fp32 wire, A micro-batches
-(each rank sends (N-1)/N of what it hands over, twice that in an all_reduce):
+Bytes per parameter held, and handed to collectives per parameter and step, for bf16 compute and A micro-batches (each rank
+sends (N-1)/N of what it hands over, twice that in an all_reduce):
 
                  weights  gradients  masters, moments    N = 1     2     8       all_reduce  reduce_scatter  all_gather
     stage 0         2         4           12              18    18    18            4
@@ -28,8 +28,10 @@ Bytes per parameter held, and handed to collectives per parameter and step, for 
     stage 2         2         4/N         12/N            18    10     4                           2 A          2
     stage 3         2/N       4/N         12/N            18     9     2.25                        2 A          4 A
 
-(stage 3 gathers a little less: the units at either end of a pass are still there at the start of the next, and the
-embedding needs no weights in backward).
+(Stage 3 gathers a little less: the units at either end of a pass are still there at the start of the next, and the
+embedding needs no weights in backward.) Stages 0 and 1 send what was summed over micro-batches, in fp32. Stages 2 and 3
+send every micro-batch's gradient as it was computed, in bf16, and sum over ranks and micro-batches in fp32: nothing is lost.
+On one host both transfers go by the GPUs' copy engines (peer_memory.py), so that compute keeps every multiprocessor.
 
 With --offload optimizer, masters and moments live in pinned host memory: gradient shards flow out behind backward, the
 CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates.
@@ -51,7 +53,8 @@ import launch
 from checkpoint import Checkpointer, Piece, host_memory
 from data import Batches, val_batches
 from deepspeed_json import read_deepspeed
-from launch import Run, UserError, all_gather_single
+from flags import UserError
+from launch import Run, all_gather_single
 from meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
@@ -303,9 +306,13 @@ class Zero:
         for unit, (exp_avg, exp_avg_sq) in zip(self.units, self.moments, strict=True):
             if unit.copied is not None:
                 unit.copied.synchronize()  # its gradient has reached the host
-            if factor != 1:
-                unit.home_grad.mul_(factor)
-            adamw_step(unit.master, unit.home_grad, exp_avg, exp_avg_sq, unit.flat.decay - unit.first, update, lr, self.cfg)
+            # on the CPU in pieces that stay in cache from the scaling to the update; on the GPU in one
+            size = 1 << 20 if self.cfg.offload == "optimizer" else len(unit.master)
+            for a in range(0, len(unit.master), size):
+                master, grad, m, v = (t[a : a + size] for t in (unit.master, unit.home_grad, exp_avg, exp_avg_sq))
+                if factor != 1:
+                    grad.mul_(factor)
+                adamw_step(master, grad, m, v, unit.flat.decay - unit.first - a, update, lr, self.cfg)
             self.publish(unit)
         self.all_published()
         self.watch = False
@@ -345,13 +352,14 @@ class Zero:
         """Masters, moments and arriving gradient shards in one pinned arena; bf16 weights leave it through two staging buffers."""
         run, itemsize = self.run, self.run.master_dtype.itemsize
         total = sum(len(u.master) for u in self.units)
-        arena = host_memory(4 * total * itemsize, self.cuda).view(run.master_dtype)
+        self.host = host_memory(4 * total * itemsize, self.cuda)  # kept: it is locked as long as this lives
+        arena = self.host.view(run.master_dtype)
         end = 0
 
         def take(like: Tensor) -> Tensor:
             nonlocal end
             end += len(like)
-            return arena[end - len(like) : end].zero_()
+            return arena[end - len(like) : end]
 
         for unit in self.units:
             self.moments.append((take(unit.master), take(unit.master)))
@@ -486,7 +494,7 @@ def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     if not cfg.deepspeed:
         return cfg
     world_size = dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
+    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name in cfg.given or getattr(cfg, f.name) != f.default}
     values, lines = read_deepspeed(cfg.deepspeed, world_size, given)
     if int(os.environ.get("RANK", 0)) == 0:
         print("\n".join(lines), flush=True)
@@ -499,7 +507,13 @@ def evaluate(run: Run, model: GPT) -> float:
     """Mean loss over the validation windows, each counted once however many ranks score them."""
     cfg, total = run.cfg, torch.zeros(2, dtype=torch.float64, device=run.device)
     batches = val_batches(
-        run.val_tokens, seq_len=cfg.seq_len, micro_batch=cfg.micro_batch, rank=run.dp_rank, world_size=run.dp, limit=cfg.eval_windows
+        run.val_tokens,
+        seq_len=cfg.seq_len,
+        micro_batch=cfg.micro_batch,
+        rank=run.dp_rank,
+        world_size=run.dp,
+        limit=cfg.eval_windows,
+        vocab_size=cfg.vocab_size,
     )
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
