@@ -91,7 +91,7 @@ cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that say
         case $word in "$name="*) micro=${word#*=} ;; *=*) ;; *) micro=${micro:-$word} ;; esac
     done
     flags=(--model "$MODEL" --global-batch "$GLOBAL_BATCH" ${micro:+--micro-batch "$micro"} --device $device --steps 8
-        --eval-every 0 --save-every 0 --log-every 1 "$@")
+        --eval-every 0 --save-every 0 --log-every 1 --lr 1e-5 "$@") # so small that the losses of all strategies stay together
     command="$shown ${script[*]} ${flags[*]}"
     "$PYTHON" bench_table.py has "$file" "$command" && { echo "kept      $name on $n"; return 0; }
     out=$OUT/$model-$name-$n

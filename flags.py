@@ -37,7 +37,7 @@ class Config:
     beta2: float = 0.95  # AdamW's average of squared gradients
     eps: float = 1e-8  # AdamW's guard against division by zero
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    dropout: float = 0.0  # probability of zeroing a channel of what embedding and block halves add
+    dropout: float | None = None  # probability of zeroing a channel of what embedding and block halves add [the model's]
     dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
         ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
     )
@@ -65,7 +65,7 @@ class Config:
     check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
-    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel
+    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
     overlap: bool = True  # send gradients while backward still runs
     profile: bool = False  # write a torch profiler trace of a few steps into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
@@ -182,6 +182,7 @@ def _value(name: str, text: str, kind: object) -> object:
         if text not in map(str, allowed):
             raise UserError(f"--{name} {text}: allowed are {', '.join(map(str, allowed))}")
         return next(a for a in allowed if str(a) == text)
+    kind = float if kind == float | None else kind
     try:
         value = kind(text)  # type: ignore[operator]
     except ValueError:

@@ -72,6 +72,11 @@ class Run:
         """Of master weights, moments and gradient accumulation: float32, or float64 for the proofs."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which gradients summed over micro-batches travel: the masters', or bf16 on demand."""
+        return torch.bfloat16 if self.cfg.wire == "bf16" and self.master_dtype == torch.float32 else self.master_dtype
+
     def everyone(self, value: object) -> list:
         """Every rank's value, by rank; collective over the control group."""
         values: list = [None] * self.world_size
@@ -175,7 +180,9 @@ def start(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     control = group
     if device.type == "cuda":
-        control = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
+        limit = datetime.timedelta(seconds=cfg.hang_timeout)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=group is not None)
     run = Run(cfg, rank, world_size, device, torch.float32, group, control, None, None, None, 1, 0, 1, None, Path(script).stem)  # type: ignore
 
     differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(c, f.name)) for c in run.everyone(cfg)}) > 1]
@@ -223,7 +230,7 @@ def start(
         seq_len=cfg.seq_len or model_cfg.seq_len,
         vocab_size=cfg.vocab_size or model_cfg.vocab_size or run.tokens.vocab_size,
         tie=model_cfg.tie if cfg.tie is None else cfg.tie,
-        dropout=cfg.dropout or model_cfg.dropout,
+        dropout=model_cfg.dropout if cfg.dropout is None else cfg.dropout,
     )
     cfg.seq_len, cfg.vocab_size, cfg.tie = run.model_cfg.seq_len, run.model_cfg.vocab_size, run.model_cfg.tie
     check_config(run.model_cfg)
@@ -235,6 +242,9 @@ def start(
     run.tokens.n_windows(cfg.seq_len)  # UserError if there is none, here as below
     if run.val_tokens and cfg.eval_every:
         run.val_tokens.n_windows(cfg.seq_len)
+    found = run.everyone((cfg.dtype, run.model_cfg, run.tokens.fingerprint, run.val_tokens and run.val_tokens.fingerprint))
+    if any(theirs != found[0] for theirs in found):  # hosts with other files or other cards
+        raise UserError(f"the ranks differ in dtype, model or corpus: {dict(enumerate(found))}")
     if check:
         check(run)
     if not cfg.explain:
@@ -245,8 +255,8 @@ def start(
 
 
 def _set_up_torch(cfg: Config, device: torch.device) -> None:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))  # torchrun leaves one thread per process
+    if "LOCAL_WORLD_SIZE" in os.environ or "OMP_NUM_THREADS" not in os.environ:  # torchrun leaves one thread per process
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if device.type == "cpu":
         return
     torch.set_float32_matmul_precision("highest" if cfg.deterministic else "high")  # TF32 for --dtype float32
@@ -350,8 +360,7 @@ def _banner(run: Run) -> None:
     say(f"{run.script}: {run.world_size} x {where}, torch {torch.__version__}" + (f", run folder {run.out}" if run.out else ""))
     say(
         f"model {cfg.model}: {n_params(run.model_cfg):,} parameters, {flops_per_token(run.model_cfg) / 1e9:.3f} GFLOP per token, "
-        f"compute in {cfg.dtype}, masters in {str(run.master_dtype)[6:]}, gradients travel in "
-        f"{cfg.wire if run.master_dtype == torch.float32 else 'float64'}"
+        f"compute in {cfg.dtype}, masters in {str(run.master_dtype)[6:]}"
     )
     say(
         f"batch: {per_step:,} tokens a step = {cfg.micro_batch} sequences x {cfg.seq_len} tokens x {run.accum} micro-batches x {run.dp} "
@@ -377,8 +386,8 @@ def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]
 # --- state that goes on -----------------------------------------------------------------------------------------------
 
 
-def progress(run: Run, done: int, updates: int, scaler) -> dict:
-    """What a checkpoint holds beside tensors: `done` steps have been run, `updates` of them were not skipped."""
+def progress(run: Run, updates: int, scaler) -> dict:
+    """What a checkpoint holds beside tensors and the number of steps: how many of them were not skipped, and whose they are."""
     return {
         "updates": updates,
         "scaler": scaler.state(),
@@ -407,9 +416,11 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     cfg = run.cfg
     pieces = strategy.pieces()
     if cfg.save_every:
-        saver.check_space(sum(t.nbytes for piece in pieces.values() for _, t in piece.boxes))
+        saver.check_space(3 * run.master_dtype.itemsize * n_params(run.model_cfg))
     explicit = cfg.resume not in ("auto", "never")
-    path = cfg.resume if explicit else saver.latest()
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun's restart goes on from what it saved itself
+    newest = saver.latest() if not explicit or again else None
+    path = newest or (cfg.resume if explicit else None)
     if path and cfg.resume == "never":
         raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
     if path is None:
@@ -432,9 +443,8 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     strategy.masters_changed()
     scaler.load(saved["scaler"])
     for key, old in saved["config"].items():
-        new = getattr(cfg, key, None)
-        if old != new and key not in ("out", "resume", "data", "device"):
-            say(f"resume: --{key.replace('_', '-')} {old} -> {new}")
+        if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
+            say(f"resume: --{key.replace('_', '-')} {old} -> {getattr(cfg, key)}")
     if meta.get("rng") is not None:
         state = meta["rng"]
         size = torch.get_rng_state().numel()
@@ -493,7 +503,7 @@ def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _on_signal)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # `pkill -USR1 -f train_`: every thread's stack of every rank, while it hangs
+    faulthandler.register(signal.SIGUSR1)  # `pkill -USR1 -f -- '-u .*train_'`: all stacks of every rank, while it hangs
     stopped = torch.zeros(1, dtype=torch.int32)
     cfg = None
     try:

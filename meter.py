@@ -13,7 +13,6 @@ On a GPU the marks are events on the compute stream: "communication" is then the
 time a transfer took; what ran behind compute costs nothing and is not shown.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -126,6 +125,8 @@ class Meter:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.run.device)
         self.stack = ["other"]
+        self.ops: list[str] = []
+        self.inside = 0  # how many collectives we are in
         self.pool: list[torch.cuda.Event] = []
         self.marks: list[tuple[str, object]] = []
         self._mark("other")
@@ -154,16 +155,19 @@ class Meter:
     def _enter(self, op: str, what: str, nbytes: int) -> None:
         if "eval" in self.stack:
             op = "eval"  # what evaluation sends is not part of a step
-        if op in COLLECTIVES:
+        if op in COLLECTIVES and not self.inside:  # what a collective of ours sends is not handed over once more
             self.bytes[op] += nbytes
             self.calls[op] += 1
             if self.run.cfg.check_collectives:
                 self._agree(op, what, nbytes)
+        self.inside += op in COLLECTIVES
+        self.ops.append(op)
         self.stack.append(PARTS[op])
         self._mark(PARTS[op])
 
     def _leave(self) -> None:
         self.stack.pop()
+        self.inside -= self.ops.pop() in COLLECTIVES
         self._mark(self.stack[-1])
 
     def _agree(self, op: str, what: str, nbytes: int) -> None:
@@ -311,8 +315,3 @@ def _step_of(line: str) -> int:
 def read_log(folder: str) -> list[dict]:
     """Rows of a run folder's log.jsonl."""
     return [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
-
-
-def describe(config) -> dict:
-    """A dataclass as JSON-able fields."""
-    return dataclasses.asdict(config)

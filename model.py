@@ -329,11 +329,12 @@ class GPT(nn.Module):
         self.cos, self.sin = rotary_table(self.cfg, dtype, device)
         for i, block in enumerate(self.blocks):
             block.layer = torch.tensor(i, device=device)
+        self.embed_layer = torch.tensor(self.cfg.n_layer, device=device)  # its number in dropout's hash
 
     def embed(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x (B, T) int64 -> (B, T, C)"""
         h = self.tok_emb(x)
-        return dropout(h, self.cfg.dropout, keys, torch.tensor(self.cfg.n_layer, device=h.device), 0) if self.cfg.dropout else h
+        return dropout(h, self.cfg.dropout, keys, self.embed_layer, 0) if self.cfg.dropout else h
 
     def logits(self, h: Tensor) -> Tensor:
         """h (B, T, C) -> (B, T, V)"""

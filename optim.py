@@ -139,13 +139,13 @@ class LossScaler:
         self.stuck += 1
         if self.stuck >= self.patience:
             raise UserError(
-                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, first in {culprit}; "
+                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in {culprit}; "
                 "the last checkpoint is unharmed (try a lower --lr, a longer --warmup-steps, or --dtype bfloat16)"
             )
 
     def state(self) -> dict:
-        return {"scale": self.scale, "good": self.good, "left": self.left, "stuck": self.stuck}
+        return {"dynamic": self.dynamic, "scale": self.scale, "good": self.good, "left": self.left, "stuck": self.stuck}
 
     def load(self, state: dict) -> None:
-        if self.dynamic:
+        if self.dynamic and state["dynamic"]:  # from a run in another dtype there is no scale to go on with
             self.scale, self.good, self.left, self.stuck = (state[k] for k in ("scale", "good", "left", "stuck"))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flags import UserError
 from launch import Run
 
 
@@ -48,15 +49,19 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric  # alpha in torch 2.11 to 2.13, and only needed on GPUs
 
         self.mine = symmetric.empty(numel, dtype=dtype, device=run.device).zero_()
-        self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
+        try:
+            self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
+        except RuntimeError as error:  # a container may forbid what the cards could do
+            raise UserError(f"the GPUs cannot map each other's memory ({error}); use --no-copy-engine") from None
         self.rank = run.rank
         self.of: list[Tensor] = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(run.world_size)]
         self.stream = torch.cuda.Stream(run.device)
+        self.timeout_ms = 1000 * run.cfg.hang_timeout
         run.outside += self.mine.nbytes
 
     def barrier(self) -> None:
         """On the current stream: go on when every rank has come here. One thread block waits."""
-        self.handle.barrier(channel=0)
+        self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)  # by default it would wait for ever
 
     def fetch(self, copies: list[tuple[Tensor, Tensor]], settled: bool) -> Transfer:
         """Start copying what lies on each rank, (to, from) by rank, behind everything queued on the current stream.

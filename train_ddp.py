@@ -107,13 +107,12 @@ class DataParallel:
     def all_reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over the ranks; finish() waits."""
         bucket.local_norm = torch.linalg.vector_norm(bucket.grad)  # before it is mixed: whose gradient was not finite?
-        narrow = self.cfg.wire == "bf16" and bucket.grad.dtype == torch.float32
-        bucket.wire = bucket.grad.bfloat16() if narrow else bucket.grad
+        bucket.wire = bucket.grad.to(self.run.wire_dtype)  # the bucket itself unless --wire narrows it
         with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
             if self.cfg.allreduce == "torch":
                 bucket.work = dist.all_reduce(bucket.wire, group=self.group, async_op=True)
             elif self.cfg.allreduce == "ring":
-                ring_all_reduce(bucket.wire, group=self.group, fp32_partials=narrow)
+                ring_all_reduce(bucket.wire, group=self.group, fp32_partials=bucket.wire is not bucket.grad)
             else:
                 central_all_reduce(bucket.wire, group=self.group)
 
@@ -169,7 +168,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     P, master, compute = n_params(run.model_cfg), run.master_dtype.itemsize, run.dtype.itemsize
     shapes = param_shapes(run.model_cfg)
     sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in unit_names(run.model_cfg).items()}
-    wire = 2 if run.cfg.wire == "bf16" and master == 4 else master
+    wire = run.wire_dtype.itemsize
     memory = {
         "master weights": master * P,
         "moments": 2 * master * P,
@@ -177,6 +176,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "compute weights": 0 if compute == master else compute * P,
         "activations": activation_bytes(run.model_cfg, run.cfg.micro_batch, compute, run.cfg.recompute),
         "gradients in passing": compute * max(sizes.values()),
+        "gradients on the wire": wire * P if wire != master else 0,
     }
     traffic = [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24)]
@@ -214,6 +214,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     run = launch.start(cfg, __file__, group)
     cfg = run.cfg
     memory, traffic = predict(run)
+    say(f"gradients travel in {str(run.wire_dtype)[6:]}")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -286,9 +287,14 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     more["val_loss"] = evaluate(run, model)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, ddp.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, ddp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
-                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                going_on = (
+                    f"the same command with --out {run.out} goes on from there"
+                    if cfg.save_every
+                    else "without --save-every nothing was saved"
+                )
+                say(f"stopped by a signal after step {step}; {going_on}")
                 break
         saver.wait()
         batches.close()

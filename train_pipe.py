@@ -396,7 +396,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     parts, order = stages[stage], schedule(cfg.schedule, stage, pp, run.accum, chunks)
     shapes = param_shapes(model_cfg)
     sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in stage_units(model_cfg, parts).items()}
-    P, wire = sum(sizes.values()), 2 if cfg.wire == "bf16" and master == 4 else master
+    P, wire = sum(sizes.values()), run.wire_dtype.itemsize
     boundary = cfg.micro_batch * cfg.seq_len * model_cfg.n_embd * compute
 
     def activations(n_layer: int) -> int:
@@ -487,6 +487,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     if cfg.check_collectives and cfg.pp > 1:
         raise UserError("--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1")
     memory, traffic = predict(run)
+    say(f"gradients travel in {str(run.wire_dtype)[6:]}")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -580,9 +581,14 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     more["val_loss"] = evaluate(run, pipe)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, pipe.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
-                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                going_on = (
+                    f"the same command with --out {run.out} goes on from there"
+                    if cfg.save_every
+                    else "without --save-every nothing was saved"
+                )
+                say(f"stopped by a signal after step {step}; {going_on}")
                 break
         saver.wait()
         batches.close()

@@ -366,10 +366,6 @@ class TensorParallelGPT(GPT):
         self.add_norm, self.add_norm_backward = add_norm, add_norm_backward
         self.own_stats, self.logits_to_grad = own_stats, logits_to_grad
 
-    def set_buffers(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().set_buffers(dtype, device)
-        self.embed_layer = torch.tensor(self.cfg.n_layer, device=device)
-
     def compile_blocks(self) -> None:
         """Compile what computes; the collectives stay between, eager."""
         # with dropout not: inductor folds the pieces' positions into the hash's constants, past 64 bits
@@ -486,8 +482,7 @@ class TensorParallel(DataParallel):
         group = self.run.group if bucket.unit.name == "norms" else self.group
         if dist.get_world_size(group) == 1:
             return
-        narrow = self.cfg.wire == "bf16" and bucket.grad.dtype == torch.float32
-        bucket.wire = bucket.grad.bfloat16() if narrow else bucket.grad
+        bucket.wire = bucket.grad.to(self.run.wire_dtype)  # the bucket itself unless --wire narrows it
         with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
             bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
 
@@ -513,7 +508,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     m, cfg, tp, dp = run.model_cfg, run.cfg, run.world_size // run.dp, run.dp
     master, compute = run.master_dtype.itemsize, run.dtype.itemsize
-    wire = 2 if cfg.wire == "bf16" and master == 4 else master
+    wire = run.wire_dtype.itemsize
     parts = slices(TensorParallelGPT(m, Team(tp, run.rank % tp, None, None)))
     sizes = {unit: sum(math.prod(parts[n].shape) for n in names) for unit, names in bucket_names(parts, m).items()}
     P, tokens = sum(sizes.values()), cfg.micro_batch * m.seq_len
@@ -583,6 +578,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     run = launch.start(cfg, __file__, group, model_parallel=cfg.tp, check=check_layout)
     cfg = run.cfg
     memory, traffic = predict(run)
+    say(f"gradients travel in {str(run.wire_dtype)[6:]}")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -657,9 +653,14 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     more["val_loss"] = evaluate(run, model)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, tp.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, tp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
-                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                going_on = (
+                    f"the same command with --out {run.out} goes on from there"
+                    if cfg.save_every
+                    else "without --save-every nothing was saved"
+                )
+                say(f"stopped by a signal after step {step}; {going_on}")
                 break
         saver.wait()
         batches.close()

@@ -42,6 +42,7 @@ Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +105,7 @@ class Unit:
         self.gathering: dist.Work | Transfer | None = None
         self.copied: torch.cuda.Event | None = None
 
-    def to_host(self, take) -> None:
+    def to_host(self, take: Callable[[Tensor], Tensor]) -> None:
         """Move masters to pinned host memory; `take` cuts a tensor from the host arena."""
         master, self.master = self.master, take(self.master)
         self.master.copy_(master)
@@ -138,8 +139,16 @@ class Zero:
             # a tied embedding is needed at both ends of the pass: its buffer is not shared
             lengths = [self.longest, self.longest, flats[0].padded if run.model_cfg.tie else 0]
             buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in lengths]
-        self.units = [Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run) for i, flat in enumerate(flats)]
-        for unit in self.units:
+        self.units: list[Unit] = []
+        self.moments: list[tuple[Tensor, Tensor]] = []
+        take = self.open_host(flats) if self.cfg.offload == "optimizer" else None
+        for i, flat in enumerate(flats):
+            unit = Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run)
+            if take:  # at once: the GPU never holds two units' masters
+                unit.to_host(take)
+            zeros = take or torch.zeros_like
+            self.moments.append((zeros(unit.master), zeros(unit.master)))
+            self.units.append(unit)
             for name in unit.flat.shapes:
                 # .data: a version counter of its own, for a buffer refilled between forward and backward is no error here
                 param = model.set_param(name, unit.flat.view(unit.weights, name).data)
@@ -156,9 +165,6 @@ class Zero:
         self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
         self.suspects: list[str] = []
         self.add = torch.compile(add_in_order, dynamic=True) if self.cuda and self.cfg.compile else add_in_order
-        self.moments = [(torch.zeros_like(u.master), torch.zeros_like(u.master)) for u in self.units if self.cfg.offload == "none"]
-        if self.cfg.offload == "optimizer":
-            self.move_to_host()
         self.masters_changed()
 
     def slot(self, i: int) -> int:
@@ -170,6 +176,8 @@ class Zero:
         """GPT.forward, with each unit's weights there in time. x, y (B, T) int64 -> summed loss (scalar)."""
         model, last = self.model, len(self.units) - 1
         cos, sin = model.cos[: x.shape[1]], model.sin[: x.shape[1]]
+        if self.first_micro:
+            self.held = [None] * 3  # every step gathers alike, also after an evaluation
         self.use(0, ahead=1)
         h = model.embed(x, keys)
         for i, block in enumerate(model.blocks, 1):
@@ -280,6 +288,7 @@ class Zero:
                 self.reduce(unit)
         self.settle(0)
         self.settle(1)
+        self.held = [None] * 3  # the weights in the buffers are about to be of the step before
 
     def grad_norm(self) -> float:
         """Norm of the summed gradient: each shard's squares once (padding is zero), summed over the ranks."""
@@ -344,31 +353,29 @@ class Zero:
                 self.arrive(unit.index)
         if self.shards is not None:
             self.shards.barrier()
-        self.held = [None] * 3  # what the buffers hold is of the step before
 
     # -- offload --
 
-    def move_to_host(self) -> None:
-        """Masters, moments and arriving gradient shards in one pinned arena; bf16 weights leave it through two staging buffers."""
-        run, itemsize = self.run, self.run.master_dtype.itemsize
-        total = sum(len(u.master) for u in self.units)
-        self.host = host_memory(4 * total * itemsize, self.cuda)  # kept: it is locked as long as this lives
-        arena = self.host.view(run.master_dtype)
-        end = 0
+    def open_host(self, flats: list[FlatUnit]) -> Callable[[Tensor], Tensor]:
+        """One pinned arena for masters, moments and arriving gradient shards -> what cuts the next piece, as long as a tensor, from it.
+
+        bf16 weights go back to the GPU through two staging buffers.
+        """
+        run = self.run
+        sizes = [flat.padded // (run.world_size if self.stage else 1) for flat in flats]
+        self.host = host_memory(4 * sum(sizes) * run.master_dtype.itemsize, self.cuda)  # kept: it is locked as long as this lives
+        arena, end = self.host.view(run.master_dtype), 0
 
         def take(like: Tensor) -> Tensor:
             nonlocal end
             end += len(like)
             return arena[end - len(like) : end]
 
-        for unit in self.units:
-            self.moments.append((take(unit.master), take(unit.master)))
-            unit.to_host(take)
         if self.cuda:
-            longest = max(len(u.master) for u in self.units)
-            self.staging = [torch.empty(longest, dtype=run.dtype, pin_memory=True) for _ in range(2)]
+            self.staging = [torch.empty(max(sizes), dtype=run.dtype, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]
             self.stream = torch.cuda.Stream()
+        return take
 
     def copy_out(self, unit: Unit) -> None:
         """Send a finished gradient shard to the host, behind whatever backward computes next."""
@@ -436,8 +443,7 @@ def flat_units(run: Run) -> list[FlatUnit]:
 
 def wire_dtype(run: Run) -> torch.dtype:
     """In which gradients travel: as summed over the micro-batches (stage 0, 1), as computed (2, 3), or bf16 on demand."""
-    narrow = run.cfg.wire == "bf16" and run.master_dtype == torch.float32
-    return torch.bfloat16 if narrow else run.master_dtype if run.cfg.stage < 2 else run.dtype
+    return run.dtype if run.cfg.stage >= 2 and run.wire_dtype == run.master_dtype else run.wire_dtype
 
 
 def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]:
@@ -467,12 +473,11 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "gradients": master * (shard if cfg.stage >= 2 else P),
         "compute weights": compute * (shard if cfg.stage == 3 else P),
         "weight buffers": compute * (2 * longest + run.model_cfg.tie * units[0].padded) if cfg.stage == 3 else 0,
-        "gradient buffers": 2 * wire * longest * ((cfg.stage >= 2) + (cfg.stage >= 1 and n > 1)),
+        # two units' gradients as they are sent (stage 0 and 1: only if --wire narrows them) and as they are received
+        "gradient buffers": 2 * wire * longest * ((cfg.stage >= 2 or wire != master) + (cfg.stage >= 1 and n > 1)),
         "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute),
         "gradients in passing": compute * longest,
     }
-    if not home:
-        say(f"host memory: {4 * master * shard / 1e9:.3f} GB pinned per rank (masters, moments, gradients)")
     traffic: list[tuple[str, str, int]] = []
     if cfg.stage == 3:
         order = gather_order(len(units), run.accum, run.model_cfg.tie, cfg.overlap)
@@ -530,6 +535,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     run = launch.start(from_deepspeed(cfg, group), __file__, group)
     cfg = run.cfg
     memory, traffic = predict(run)
+    say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -573,7 +579,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
                     loss = zero(x, y, keys)  # a sum: what it must be divided by is known once all ranks have counted
                 with at("backward"):
-                    (loss * (scale / nominal)).backward()  # buckets leave from in here, in the last micro-batch
+                    (loss * (scale / nominal)).backward()  # gradients leave from in here: every time (stage 2, 3) or the last time
                 facts[:2] += torch.stack([loss.detach().double(), (y != IGNORE).sum().double()])
             zero.finish()
 
@@ -602,9 +608,14 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     more["val_loss"] = evaluate(run, zero)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, zero.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, zero.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
-                say(f"stopped by a signal after step {step}; the same command with --out {run.out} goes on from there")
+                going_on = (
+                    f"the same command with --out {run.out} goes on from there"
+                    if cfg.save_every
+                    else "without --save-every nothing was saved"
+                )
+                say(f"stopped by a signal after step {step}; {going_on}")
                 break
         saver.wait()
         batches.close()

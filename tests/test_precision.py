@@ -9,7 +9,7 @@ import torch
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 import data
-from flags import Config, UserError
+from flags import DTYPES, Config, UserError
 from model import GPT
 from optim import LossScaler, lr_at
 
@@ -250,7 +250,7 @@ def test_bf16_wire(tmp_path):
     variants = {f"{kind} {wire}": (script, own | {"wire": wire}) for kind, (script, own) in kinds.items() for wire in ("fp32", "bf16")}
     results = run_ranks(2, runs, str(tmp_path), variants, timeout=100)[0]
     for name, (_, screen, _) in results.items():
-        assert f"gradients travel in {name[-4:]}" in screen
+        assert f"gradients travel in {DTYPES[name[-4:]]}" in screen
     gaps = {k: max(abs(a["loss"] - b["loss"]) for a, b in zip(results[f"{k} fp32"][0], results[f"{k} bf16"][0])) for k in kinds}
     assert all(0 < gap < 1e-3 for gap in gaps.values()), gaps
 

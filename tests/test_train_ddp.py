@@ -5,9 +5,9 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 VARIANTS = {
     "plain": {},
-    "micro": {"micro_batch": 3},
+    "micro": {"micro_batch": "share"},
     "tied, dropout": {"tie": True, "dropout": 0.1},
-    "masked": {"data": "{folder}/masked", "micro_batch": 3},
+    "masked": {"data": "{folder}/masked", "micro_batch": "share"},
     "ring": {"allreduce": "ring"},
     "central": {"allreduce": "central"},
     "no overlap": {"overlap": False},
@@ -16,8 +16,10 @@ VARIANTS = {
 }
 
 
-def variants(folder):
-    return {k: {f: str(v).format(folder=folder) if isinstance(v, str) else v for f, v in flags.items()} for k, flags in VARIANTS.items()}
+def variants(folder, world_size):
+    """VARIANTS with folder filled in, and a micro-batch of the rank's whole share of the batch where that is asked for."""
+    filled = {"{folder}/masked": f"{folder}/masked", "share": 12 // world_size}
+    return {name: {flag: filled.get(value, value) for flag, value in flags.items()} for name, flags in VARIANTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def reference(tmp_path_factory):
     """One process, one micro-batch of the whole global batch."""
     folder = tmp_path_factory.mktemp("one")
     toy_files(folder)
-    flags = {k: v | {"micro_batch": 12, "allreduce": "torch", "overlap": True, "recompute": "none"} for k, v in variants(folder).items()}
+    flags = {k: v | {"micro_batch": 12, "allreduce": "torch", "overlap": True, "recompute": "none"} for k, v in variants(folder, 1).items()}
     rows = run_ranks(1, train, "train_ddp", str(folder), flags, timeout=300)[0]
     return {name: (rows[name], final_weights(folder / name)) for name in flags}
 
@@ -33,7 +35,7 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(world_size, reference, tmp_path):
     toy_files(tmp_path)
-    results = run_ranks(world_size, train, "train_ddp", str(tmp_path), variants(tmp_path), timeout=300)
+    results = run_ranks(world_size, train, "train_ddp", str(tmp_path), variants(tmp_path, world_size), timeout=300)
     for name, (rows, weights) in reference.items():
         assert_follows(results[0][name], rows, final_weights(tmp_path / name), weights, 1e-9)
         for other in results[1:]:  # one loss and one norm, the same bits on every rank
