@@ -140,7 +140,7 @@ def load_save_go_on(rank, folder, variants):
 
         def resume_and_save(run, saver, strategy, scaler, load=load):
             done, updates = load(run, saver, strategy, scaler)
-            saver.save(done, strategy.pieces(), launch.progress(run, done, updates, scaler), rng=launch.rng_state(run))
+            saver.save(done, strategy.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             saver.wait()
             return run.cfg.steps, updates  # no steps
 
