@@ -208,7 +208,7 @@ def relay(rank, folder, source):
             state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
         saver, scaler = Checkpointer(f"{run.out}/ckpt", group=run.control), LossScaler(run.cfg)
         step, updates = launch.resume(run, saver, state, scaler)
-        saver.save(step, state.pieces(), launch.progress(run, step, updates, scaler))
+        saver.save(step, state.pieces(), launch.progress(run, updates, scaler))
         saver.wait()
         source = f"{run.out}/ckpt/{Path(source).name}"
 
