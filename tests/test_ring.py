@@ -210,12 +210,12 @@ def run(*args: str, launcher: tuple = ()) -> subprocess.CompletedProcess:
 
 def test_script(tmp_path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
-    done = run("--sizes", "0.01,4", "--device", "cpu", "--out", str(tmp_path / "link.json"), launcher=launcher)
+    done = run("--sizes", "0.01,32", "--device", "cpu", "--out", str(tmp_path / "link.json"), launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert "on 8 ranks" in done.stdout and "on 64 ranks" in done.stdout
     link = json.loads((tmp_path / "link.json").read_text())
     assert link["world"] == 3 and link["backend"] == "gloo" and link["alpha_s"] >= 0 and link["beta_bytes_s"] > 0
-    assert [row["bytes"] for row in link["rows"]] == [10_000, 4_000_000]
+    assert [row["bytes"] for row in link["rows"]] == [10_000, 32_000_000]
     assert all(row[f"{way}_s"] > 0 for row in link["rows"] for way in ("central", "ring", "both_ways", "backend"))
 
 
