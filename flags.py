@@ -48,7 +48,7 @@ class Config:
     scale_min: float = 1.0  # float16: never below this
     seed: int = 1337  # of weights, order of the data and dropout
     data: str = ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
-    workers: int = 1  # loader processes per rank; 0: load in the training process
+    workers: int | None = None  # loader processes per rank; 0: load in the training process [1 on GPU, 0 on CPU]
     out: str = ""  # run folder: config, log, checkpoints [runs/SCRIPT-DATE]
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     save_every: int = 500  # steps between checkpoints, one more at the end; 0: none at all
@@ -182,7 +182,7 @@ def _value(name: str, text: str, kind: object) -> object:
         if text not in map(str, allowed):
             raise UserError(f"--{name} {text}: allowed are {', '.join(map(str, allowed))}")
         return next(a for a in allowed if str(a) == text)
-    kind = float if kind == float | None else kind
+    kind = {float | None: float, int | None: int}.get(kind, kind)
     try:
         value = kind(text)  # type: ignore[operator]
     except ValueError:

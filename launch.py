@@ -204,6 +204,7 @@ def start(
     cfg.steps, cfg.lr = cfg.steps or steps, cfg.lr or lr
     cfg.min_lr = cfg.lr / 10 if cfg.min_lr < 0 else cfg.min_lr
     cfg.warmup_steps = min(warmup, cfg.steps // 10) if cfg.warmup_steps < 0 else cfg.warmup_steps
+    cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
     for key in ("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"):
         if getattr(cfg, key) < 0:
             raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 0 or more")
