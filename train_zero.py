@@ -122,8 +122,6 @@ class Zero:
         self.longest = max(flat.padded for flat in flats)
         self.wire_dtype = wire_dtype(run)
         peers = self.stage >= 2 and self.cfg.copy_engine is not False and reachable(run)
-        if self.cfg.copy_engine and not peers:
-            raise UserError("--copy-engine needs stage 2 or 3, and every GPU on one host and able to read the others' memory")
 
         def shared(numel: int, dtype: torch.dtype) -> tuple[PeerMemory | None, Tensor]:
             memory = PeerMemory(numel, dtype, run) if peers else None
@@ -494,6 +492,12 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+def check_copy_engine(run: Run) -> None:
+    """Raises UserError, before anything is built, when --copy-engine asks for what is not here."""
+    if run.cfg.copy_engine and not (run.cfg.stage >= 2 and reachable(run)):
+        raise UserError("--copy-engine needs stage 2 or 3, and two or more GPUs, all on one host and able to read each other's memory")
+
+
 def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     """cfg with what the file of --deepspeed says; what is ignored in it is printed."""
     if not cfg.deepspeed:
@@ -532,7 +536,7 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(from_deepspeed(cfg, group), __file__, group)
+    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=check_copy_engine)
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")

@@ -7,6 +7,7 @@ import torch
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 import train_zero
+from flags import UserError
 from launch import Run
 from model import SIZES, n_params
 
@@ -99,3 +100,17 @@ def test_docstring_table(stage):
         factor = float(expected.split()[0]) * (accum if "A" in expected else 1)
         assert plan(stage, 8, accum)[1][op] == pytest.approx(factor, rel=0.07)  # 0.07: what stage 3 need not gather again
         assert re.search(rf"\s{expected}(\s|$)", line)
+
+
+def refusal(rank, folder):
+    try:
+        train(rank, "train_zero", folder, {"refused": {"copy_engine": True}})
+    except UserError as error:
+        return str(error)
+
+
+def test_copy_engine_is_refused_without_gpus(tmp_path):
+    """On every rank, and before the run folder is made."""
+    toy_files(tmp_path)
+    assert all("two or more GPUs" in text for text in run_ranks(2, refusal, str(tmp_path)))
+    assert not (tmp_path / "refused").exists()
