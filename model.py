@@ -286,19 +286,22 @@ class Block(nn.Module):
         # a tensor: as a Python int it would be a constant of the compiled block, one compilation per layer
         self.register_buffer("layer", torch.tensor(layer), persistent=False)
 
-    def body(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None) -> Tensor:
-        y = attention(self.attn_norm(x), self.wq.weight, self.wk.weight, self.wv.weight, self.wo.weight, cos, sin)
-        x = x + dropout(y, self.dropout, keys, self.layer, 0)
-        y = mlp(self.mlp_norm(x), self.w_gate.weight, self.w_up.weight, self.w_down.weight)
-        return x + dropout(y, self.dropout, keys, self.layer, 1)
+    def body(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None, half: str) -> Tensor:
+        if half != "mlp":
+            y = attention(self.attn_norm(x), self.wq.weight, self.wk.weight, self.wv.weight, self.wo.weight, cos, sin)
+            x = x + dropout(y, self.dropout, keys, self.layer, 0)
+        if half != "attention":
+            y = mlp(self.mlp_norm(x), self.w_gate.weight, self.w_up.weight, self.w_down.weight)
+            x = x + dropout(y, self.dropout, keys, self.layer, 1)
+        return x
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None) -> Tensor:
-        """x (B, T, C) -> (B, T, C); keys (B,) from dropout_keys, None: no dropout."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None, half: str = "") -> Tensor:
+        """x (B, T, C) -> (B, T, C); keys (B,) from dropout_keys, None: no dropout; half: "attention" or "mlp" for that alone."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.body(x, cos, sin, keys)
+            return self.body(x, cos, sin, keys, half)
         # inside the block, so that it is compiled with it; no RNG state to keep: dropout is a hash
         how = {"context_fn": _selective} if self.recompute == "selective" else {}
-        return checkpoint(self.body, x, cos, sin, keys, use_reentrant=False, preserve_rng_state=False, **how)
+        return checkpoint(self.body, x, cos, sin, keys, half, use_reentrant=False, preserve_rng_state=False, **how)
 
 
 class GPT(nn.Module):
@@ -377,6 +380,11 @@ def unit_names(cfg: ModelConfig) -> dict[str, list[str]]:
         unit = f"block.{parts[1]}" if parts[0] == "blocks" else "embed" if parts[0] == "tok_emb" else "head"
         units.setdefault(unit, []).append(name)
     return units
+
+
+def block_half(name: str) -> str:
+    """In which half of its block a parameter works: "attention" or "mlp"."""
+    return "attention" if name.split(".")[2] in ("attn_norm", "wq", "wk", "wv", "wo") else "mlp"
 
 
 def n_params(cfg: ModelConfig) -> int:

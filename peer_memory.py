@@ -29,6 +29,19 @@ def reachable(run: Run) -> bool:
     return all(run.everyone(all(torch.cuda.can_device_access_peer(run.device.index, index) for index in others)))
 
 
+def wanted(run: Run) -> bool:
+    """Whether to move data by copy engines: --no-copy-engine says no, else where it can be done; collective over run.control."""
+    return run.cfg.copy_engine is not False and reachable(run)
+
+
+def check_copy_engine(run: Run, possible: bool = True) -> None:
+    """Raises UserError, before anything is built, when --copy-engine asks for what is not here."""
+    if run.cfg.copy_engine and not (possible and reachable(run)):
+        raise UserError(
+            "--copy-engine needs stage 2 or 3 or a pipeline, and two or more GPUs, all on one host and able to read each other's memory"
+        )
+
+
 class Transfer:
     """A copy under way, to be waited for like a dist.Work: the current stream waits, not the host."""
 
@@ -62,6 +75,14 @@ class PeerMemory:
     def barrier(self) -> None:
         """On the current stream: go on when every rank has come here. One thread block waits."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)  # by default it would wait for ever
+
+    def signal(self, rank: int, channel: int) -> None:
+        """On the current stream: tell `rank`, which must have waited for this channel's last signal before."""
+        self.handle.put_signal(rank, channel=channel, timeout_ms=self.timeout_ms)
+
+    def wait(self, rank: int, channel: int) -> None:
+        """On the current stream: go on when `rank` has signalled. One thread block waits."""
+        self.handle.wait_signal(rank, channel=channel, timeout_ms=self.timeout_ms)
 
     def fetch(self, copies: list[tuple[Tensor, Tensor]], settled: bool) -> Transfer:
         """Start copying what lies on each rank, (to, from) by rank, behind everything queued on the current stream.

@@ -49,11 +49,12 @@ Papers: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., Megatron-LM (2
 import dataclasses
 import datetime
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -67,8 +68,9 @@ from data import Batches, val_batches
 from flags import UserError
 from launch import Run
 from meter import Meter, at, say
-from model import GPT, IGNORE, ModelConfig, activation_bytes, dropout_keys, flops_per_token, param_shapes, unit_names
+from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, param_shapes, unit_names
 from optim import LossScaler, gradient_factor, lr_at
+from peer_memory import PeerMemory, Transfer, check_copy_engine, wanted
 from train_ddp import DataParallel
 
 
@@ -77,7 +79,8 @@ class Config(train_ddp.Config):
     pp: int = 0  # pipeline stages; the remaining ranks are data parallel [all ranks]
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"  # order of forward and backward passes
     chunks: int = 2  # interleaved: parts of the model a stage holds; the bubble shrinks, sends grow by it
-    stages: str = ""  # blocks per stage (interleaved: per part), as in 5,5,4,4 [equal work, the head counted]
+    stages: str = ""  # blocks per stage (interleaved: per part), as in 5,5,4,4 or 16.5,15.5 [equal work, the head counted]
+    copy_engine: bool | None = None  # send by copy engines instead of NCCL's kernels [if all GPUs are on one host]
     draw: bool = False  # draw the schedules as timelines, then exit
 
 
@@ -160,47 +163,64 @@ def draw(name: str, stages: int, micro_batches: int, chunks: int = 1) -> str:
     return "\n".join([f"{name}: {stages} stages, {micro_batches} micro-batches, idle {idle:.1%} of the time", *lines])
 
 
-def cut(model_cfg: ModelConfig, stages: int, by_hand: str = "") -> list[range]:
-    """The blocks of each part, contiguous, with the costliest part as cheap as whole blocks allow. Raises UserError.
+def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "") -> list[range]:
+    """What each part of the model has, in halves of blocks: 2 i is the attention of block i, 2 i + 1 its MLP.
 
-    Costs in FLOPs: a block is 1, the head 6 V C over a block's (1.11 in 6b, 5 in 124m), the embedding 0.
+    Stages are made equal in FLOPs, in which the head is more than a block of 6b and five of 124m, and the embedding nothing.
+    Part c * stages + s of the result is chunk c of stage s. Raises UserError.
     """
-    n_layer = model_cfg.n_layer
+    n, parts = 2 * model_cfg.n_layer, stages * chunks
     if by_hand:
-        counts = [int(n) if n.isdecimal() else 0 for n in by_hand.split(",")]
-        if len(counts) != stages or min(counts) < 1 or sum(counts) != n_layer:
+        sizes = [round(2 * float(b)) if re.fullmatch(r"\d+(\.[05])?", b) else 0 for b in by_hand.split(",")]
+        if len(sizes) != parts or min(sizes) < 1 or sum(sizes) != n:
             raise UserError(
-                f"--stages {by_hand}: expected {stages} whole numbers of 1 or more, with the sum {n_layer} (blocks of the model)"
+                f"--stages {by_hand}: expected {parts} numbers of blocks, whole or with .5, with the sum {model_cfg.n_layer} (the model's)"
             )
-    elif stages > n_layer:
+    elif parts > model_cfg.n_layer:
         raise UserError(
-            f"--pp (times --chunks) makes {stages} parts, each needs a block and the model has {n_layer}; allowed is 1 to {n_layer} parts"
+            f"--pp (times --chunks) makes {parts} parts, each needs a block and the model has {model_cfg.n_layer}; "
+            f"allowed is 1 to {model_cfg.n_layer} parts"
         )
     else:
         head = 6 * model_cfg.vocab_size * model_cfg.n_embd
-        head /= (flops_per_token(model_cfg) - head) / n_layer
-        # all stages but the last are alike: only the last one's number of blocks is open; of equals the largest, so that few are slow
-        last = n_layer
-        if stages > 1:
-            last = min(range(n_layer - stages + 1, 0, -1), key=lambda n: max(math.ceil((n_layer - n) / (stages - 1)), n + head))
-        # what does not divide goes to later stages: 1F1B keeps fewer micro-batches there
-        counts = [(n_layer - last + s) // (stages - 1) for s in range(stages - 1)] + [last]
-    ends = [sum(counts[: s + 1]) for s in range(stages)]
-    return [range(end - n, end) for end, n in zip(ends, counts)]
+        block, mlp = (flops_per_token(model_cfg) - head) / model_cfg.n_layer, 18 * model_cfg.n_embd * model_cfg.n_ff
+        cost = list(accumulate([0, *[1 - mlp / block, mlp / block] * model_cfg.n_layer]))  # of the first k halves, in blocks
+        cost[n] += head / block
+        # the best ends of s stages that hold the first e halves, for each e; a high power: the slowest counts, then evenness
+        best = {e: (cost[e] ** 32, [e]) for e in range(chunks, n + 1)}
+        for _ in range(stages - 1):
+            best = {
+                e: min((best[a][0] + (cost[e] - cost[a]) ** 32, [*best[a][1], e]) for a in best if a <= e - chunks)
+                for e in range(min(best) + chunks, n + 1)
+            }
+        sizes = [0] * parts
+        for s, (a, b) in enumerate(pairwise([0, *best[n][1]])):
+            end = 0
+            for c in range(chunks):  # whole blocks, as far as they go
+                share = 2 * round((b - a) * (c + 1) / chunks / 2)
+                before, end = end, min(max(share, end + 1), b - a - (chunks - 1 - c)) if c < chunks - 1 else b - a
+                sizes[c * stages + s] = end - before
+    return [range(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
 
 
 def stage_units(model_cfg: ModelConfig, parts: list[range]) -> dict[str, list[str]]:
-    """Parameters of the stage with these blocks, by unit in the order of the forward pass; a tied embedding is on both ends."""
-    first, last = parts[0].start == 0, parts[-1].stop == model_cfg.n_layer
-    blocks = [f"block.{i}" for part in parts for i in part]
-    held = ["embed"] * first + blocks + ["head"] * last + ["embed"] * (last and not first and model_cfg.tie)
+    """Parameters of the stage with these parts, by unit in the order of the forward pass; a tied embedding is on both ends."""
+    first, last = parts[0].start == 0, parts[-1].stop == 2 * model_cfg.n_layer
     units = unit_names(model_cfg)
-    return {unit: units[unit] for unit in held}
+    held = {"embed": units["embed"]} if first else {}
+    for part in parts:
+        for i in range(part.start // 2, -(-part.stop // 2)):
+            halves = [half for j, half in ((2 * i, "attention"), (2 * i + 1, "mlp")) if j in part]
+            held.setdefault(f"block.{i}", []).extend(n for n in units[f"block.{i}"] if block_half(n) in halves)
+    if last:
+        held["head"] = units.get("head", [])
+        if model_cfg.tie and not first:
+            held["embed"] = units["embed"]
+    return held
 
 
 def layout(run: Run) -> tuple[int, int, int, list[list[range]]]:
-    """Number of stages, this rank's stage, chunks per stage, and the blocks of every stage by chunk: chunk c of stage s is
-    part c * stages + s of the model. Raises UserError."""
+    """Number of stages, this rank's stage, chunks per stage, and the parts of every stage by chunk. Raises UserError."""
     cfg, pp = run.cfg, run.world_size // run.dp
     chunks = cfg.chunks if cfg.schedule == "interleaved" and pp > 1 else 1
     if chunks < 1 or chunks > 1 and run.accum % pp:
@@ -208,7 +228,7 @@ def layout(run: Run) -> tuple[int, int, int, list[list[range]]]:
             f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or more and the number "
             f"of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of --pp {pp}"
         )
-    parts = cut(run.model_cfg, pp * chunks, cfg.stages)
+    parts = cut(run.model_cfg, pp, chunks, cfg.stages)
     return pp, run.rank % pp, chunks, [parts[s::pp] for s in range(pp)]
 
 
@@ -228,6 +248,11 @@ def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
     return groups[colour(run.rank)]
 
 
+def message_shape(run: Run) -> tuple[int, int, int]:
+    """(B, T, C) of what crosses a boundary, either way: the same for every micro-batch, so there is nothing to announce."""
+    return run.cfg.micro_batch, run.cfg.seq_len, run.model_cfg.n_embd
+
+
 class Link:
     """One direction between two neighbouring stages: a group of two for it alone.
 
@@ -237,8 +262,7 @@ class Link:
 
     def __init__(self, group: dist.ProcessGroup, what: str, run: Run):
         self.group, self.what, self.peer = group, what, 1 - dist.get_rank(group)
-        shape = (run.cfg.micro_batch, run.cfg.seq_len, run.model_cfg.n_embd)  # the same for every micro-batch: nothing to announce
-        self.empty = lambda: torch.empty(shape, dtype=run.dtype, device=run.device)
+        self.empty = lambda: torch.empty(message_shape(run), dtype=run.dtype, device=run.device)
         self.coming = 0
         self.posted: tuple[Tensor, dist.Work] | None = None
         self.sent: tuple[Tensor, dist.Work] | None = None
@@ -280,6 +304,56 @@ class Link:
             self.sent = tensor, dist.isend(tensor, group=self.group, group_dst=self.peer)
 
 
+class PeerLink:
+    """The same between GPUs that reach each other's memory: the sender's copy engine writes into one of two slots here.
+
+    A receive that NCCL has posted is a kernel that waits on multiprocessors which compute could use (13 % of them, measured).
+    Here nothing waits beside compute: the receiver looks for the signal when it needs the message, copies it out of the
+    slot and signals back that the slot is free. Messages 0, 2, 4, ... go through slot 0, the others through slot 1.
+    """
+
+    def __init__(self, memory: PeerMemory, what: str, peer: int, run: Run):
+        self.memory, self.what, self.peer, self.number = memory, what, peer, 0
+        self.shape = message_shape(run)
+        self.slots = slice(0, 2) if what == "activation" else slice(2, 4)  # of the receiver
+        self.stream = torch.cuda.Stream(run.device)
+        self.sent: tuple[Tensor, Transfer] | None = None
+
+    def expect(self, messages: int, early: bool) -> None:
+        """Nothing to post: the sender writes when it likes."""
+
+    def slot(self, rank: int) -> tuple[Tensor, int, int]:
+        """Where the next message lies on its receiver, and the channels of the signals that it is full and free again."""
+        i, self.number = self.slots.start + self.number % 2, self.number + 1
+        return self.memory.of[rank].view(4, *self.shape)[i], i, 4 + i
+
+    def recv(self) -> Tensor:
+        """(B, T, C) in the compute dtype, once it is there: the compute stream waits, not the host."""
+        slot, full, free = self.slot(self.memory.rank)
+        with at("recv", self.what, slot.nbytes):
+            with at("bubble", self.what):
+                self.memory.wait(self.peer, full)
+            message = slot.clone()
+            self.memory.signal(self.peer, free)
+        return message
+
+    def isend(self, tensor: Tensor) -> None:
+        """Start sending; the tensor is kept and must stay unchanged until the next isend, which waits for this one."""
+        if self.sent:
+            with at("wait", self.what):
+                self.sent[1].wait()
+        first_use = self.number < 2
+        slot, full, free = self.slot(self.peer)
+        with at("send", self.what, tensor.nbytes):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                if not first_use:
+                    self.memory.wait(self.peer, free)
+                slot.copy_(tensor, non_blocking=True)
+                self.memory.signal(self.peer, full)
+                self.sent = tensor, Transfer(self.stream)
+
+
 class Pipeline(DataParallel):
     """This rank's stage: its part of the model, the links to its neighbours, its weights and their sums over the replicas."""
 
@@ -289,29 +363,45 @@ class Pipeline(DataParallel):
         self.parts = parts[stage]
         run.counts = stage == pp - 1  # it has the loss
         super().__init__(model, run, stage_units(cfg, self.parts), subgroup(run, lambda r: r % pp) if pp > 1 else None)
-        pairs = {}  # link s is the one behind stage s; interleaved, the last stage's leads back to the first
-        for s in range(pp if chunks > 1 else pp - 1):
-            for what in ("activation", "gradient"):
-                pairs[s, what] = subgroup(run, lambda r, ends=(s, (s + 1) % pp): (r // pp, r % pp in ends))
-        self.shake_hands(pairs, stage, pp)
-        before, behind = (stage - 1) % pp, stage
-        if (before, "activation") in pairs:
-            self.from_previous = Link(pairs[before, "activation"], "activation", run)
-            self.to_previous = Link(pairs[before, "gradient"], "gradient", run)
-        if (behind, "activation") in pairs:
-            self.to_next = Link(pairs[behind, "activation"], "activation", run)
-            self.from_next = Link(pairs[behind, "gradient"], "gradient", run)
+        self.connect(stage, pp, chunks)
         self.twin, self.is_copy = None, False  # the group of the two ranks that hold a tied embedding, and whether here is the second
         if cfg.tie and pp > 1:
             ends = subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
             self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
 
-    def shake_hands(self, pairs: dict[tuple[int, str], dist.ProcessGroup], stage: int, stages: int) -> None:
+    def connect(self, stage: int, pp: int, chunks: int) -> None:
+        """The links to both neighbours; interleaved, the last stage's next is the first. Collective."""
+        run, wraps = self.run, chunks > 1
+        if pp > 1 and wanted(run):
+            memory = PeerMemory(4 * math.prod(message_shape(run)), run.dtype, run)
+            first = run.rank - stage  # of this replica's ranks
+
+            def link(what: str, ends: tuple[int, int]) -> PeerLink:
+                other = ends[1] if stage == ends[0] else ends[0]
+                return PeerLink(memory, what, first + other, run)
+        else:
+            every = [(s, (s + 1) % pp) for s in range(pp if wraps else pp - 1)]
+            pairs = {
+                (what, ends): subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
+                for ends in every
+                for what in ("activation", "gradient")
+            }
+            self.shake_hands(pairs, stage)
+
+            def link(what: str, ends: tuple[int, int]) -> Link:
+                return Link(pairs[what, ends], what, run)
+
+        before, behind = ((stage - 1) % pp, stage), (stage, (stage + 1) % pp)
+        if stage > 0 or wraps:
+            self.from_previous, self.to_previous = link("activation", before), link("gradient", before)
+        if stage < pp - 1 or wraps:
+            self.to_next, self.from_next = link("activation", behind), link("gradient", behind)
+
+    def shake_hands(self, pairs: dict[tuple[str, tuple[int, int]], dist.ProcessGroup], stage: int) -> None:
         """One message over each link, in one order for all: NCCL sets a connection up at its first message and both sides
         wait in there; two neighbours that began with different links would wait for each other."""
         token = torch.zeros(1, device=self.run.device)
-        for (s, what), group in pairs.items():
-            ends = (s, (s + 1) % stages)
+        for (what, ends), group in pairs.items():
             if stage in ends:
                 sends = (stage == ends[0]) == (what == "activation")
                 other = 1 - dist.get_rank(group)
@@ -337,7 +427,7 @@ class Pipeline(DataParallel):
 
     def is_last(self, chunk: int) -> bool:
         """Whether this chunk ends with the loss; the others send their output."""
-        return self.parts[chunk].stop == self.run.model_cfg.n_layer
+        return self.parts[chunk].stop == 2 * self.run.model_cfg.n_layer
 
     def expect(self, micro_batches: int) -> None:
         """Start the first receives of a step."""
@@ -352,8 +442,10 @@ class Pipeline(DataParallel):
     def forward(self, chunk: int, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None) -> Tensor:
         """h (B, T, C) from the part before (the first takes x (B, T)) -> (B, T, C), in the last part the summed loss."""
         h = self.model.embed(x, keys) if self.is_first(chunk) else h
-        for i in self.parts[chunk]:  # their numbers in the whole model: dropout masks depend on them
-            h = self.model.blocks[i](h, self.model.cos, self.model.sin, keys)
+        part = self.parts[chunk]
+        for i in range(part.start // 2, -(-part.stop // 2)):
+            half = "" if 2 * i in part and 2 * i + 1 in part else "attention" if 2 * i in part else "mlp"
+            h = self.model.blocks[i](h, self.model.cos, self.model.sin, keys, half)
         return self.model.loss_sum(h, y) if self.is_last(chunk) else h
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
@@ -397,15 +489,15 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     shapes = param_shapes(model_cfg)
     sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in stage_units(model_cfg, parts).items()}
     P, wire = sum(sizes.values()), run.wire_dtype.itemsize
-    boundary = cfg.micro_batch * cfg.seq_len * model_cfg.n_embd * compute
+    boundary = math.prod(message_shape(run)) * compute
 
-    def activations(n_layer: int) -> int:
-        return activation_bytes(dataclasses.replace(model_cfg, n_layer=n_layer), cfg.micro_batch, compute, cfg.recompute)
+    def activations(halves: int) -> int:
+        return int(activation_bytes(dataclasses.replace(model_cfg, n_layer=halves / 2), cfg.micro_batch, compute, cfg.recompute))
 
     kept, traffic = [], []
     for op, number in order:
         part = parts[number // run.accum]
-        first, last = part.start == 0, part.stop == model_cfg.n_layer
+        first, last = part.start == 0, part.stop == 2 * model_cfg.n_layer
         size = activations(len(part)) + (0 if last else boundary - activations(0))  # no logits, but the output until it has arrived
         kept.append(size if op == "F" else -size)
         came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
@@ -416,13 +508,19 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
         f"activations of {most_in_flight(order) / chunks:g} micro-batches": max(accumulate(kept)),
-        "receive buffers": boundary * len({what for op, what, _ in traffic if op == "recv"}),
+        # slots for two messages each way, or one posted receive each
+        "receive buffers": boundary * (4 if pp > 1 and wanted(run) else len({what for op, what, _ in traffic if op == "recv"})),
         "gradients in passing": compute * max(sizes.values()),
     }
     traffic += [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
     if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
         traffic.append(("all_reduce", "tied embedding", master * sizes["embed"]))
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24), ("all_reduce", "squared norm", 8)]
+
+
+def blocks(parts: list[range]) -> str:
+    """How many blocks a stage's parts have, as in 4+4.5."""
+    return "+".join(f"{len(part) / 2:g}" for part in parts)
 
 
 @contextmanager
@@ -438,7 +536,7 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
     everyone = run.everyone((compute, idle))
     by_stage = [[statistics.mean(column) for column in zip(*everyone[s::pp])] for s in range(pp)]  # mean over the replicas
     for s, (parts, (ms, share)) in enumerate(zip(stages, by_stage)):
-        say(f"stage {s}: {'+'.join(str(len(part)) for part in parts)} blocks, compute {ms:.1f} ms a step, bubble {share:.1%}")
+        say(f"stage {s}: {blocks(parts)} blocks, compute {ms:.1f} ms a step, bubble {share:.1%}")
     slowest, mean = max(ms for ms, _ in by_stage), statistics.mean(ms for ms, _ in by_stage)
     say(
         f"stages: the slowest computes {slowest / mean:.3f} x the mean; bubble {statistics.mean(share for _, share in by_stage):.1%} "
@@ -447,6 +545,12 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def check(run: Run) -> None:
+    """Raises UserError, before anything is built, for a cut or a link that cannot be had."""
+    layout(run)
+    check_copy_engine(run)
 
 
 # [same in every train_*.py
@@ -481,7 +585,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if micro_batches % (cfg.pp or 4) == 0 or chunks == 1:
                 print(draw(name, cfg.pp or 4, micro_batches, chunks))
         return []
-    run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=layout)
+    run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
     cfg.pp = run.world_size // run.dp
     if cfg.check_collectives and cfg.pp > 1:
@@ -499,7 +603,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         model.compile_blocks()
         pipe.warm_up()
     _, stage, chunks, stages = layout(run)
-    say(f"stages: {', '.join('+'.join(str(len(part)) for part in parts) for parts in stages)} blocks, {cfg.schedule}")
+    say(f"stages: {', '.join(map(blocks, stages))} blocks, {cfg.schedule}")
     order = schedule(cfg.schedule, stage, cfg.pp, run.accum, chunks)
 
     # [same in every train_*.py

@@ -54,12 +54,11 @@ import launch
 from checkpoint import Checkpointer, Piece, host_memory
 from data import Batches, val_batches
 from deepspeed_json import read_deepspeed
-from flags import UserError
 from launch import Run, all_gather_single
 from meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
-from peer_memory import PeerMemory, Transfer, reachable
+from peer_memory import PeerMemory, Transfer, check_copy_engine, wanted
 
 
 @dataclass
@@ -121,7 +120,7 @@ class Zero:
         flats = flat_units(run)
         self.longest = max(flat.padded for flat in flats)
         self.wire_dtype = wire_dtype(run)
-        peers = self.stage >= 2 and self.cfg.copy_engine is not False and reachable(run)
+        peers = self.stage >= 2 and wanted(run)
 
         def shared(numel: int, dtype: torch.dtype) -> tuple[PeerMemory | None, Tensor]:
             memory = PeerMemory(numel, dtype, run) if peers else None
@@ -492,12 +491,6 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def check_copy_engine(run: Run) -> None:
-    """Raises UserError, before anything is built, when --copy-engine asks for what is not here."""
-    if run.cfg.copy_engine and not (run.cfg.stage >= 2 and reachable(run)):
-        raise UserError("--copy-engine needs stage 2 or 3, and two or more GPUs, all on one host and able to read each other's memory")
-
-
 def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     """cfg with what the file of --deepspeed says; what is ignored in it is printed."""
     if not cfg.deepspeed:
@@ -536,7 +529,7 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=check_copy_engine)
+    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=lambda run: check_copy_engine(run, possible=run.cfg.stage >= 2))
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")

@@ -102,39 +102,54 @@ def config(n_layer, vocab_size=61, **more):
 
 
 def test_cut_is_the_best_of_all():
-    for n_layer, vocab_size in itertools.product(range(1, 9), (1, 400, 2000)):
+    for n_layer, vocab_size in itertools.product(range(1, 6), (1, 400, 2000)):
         cfg = config(n_layer, vocab_size)
-        head = 6 * vocab_size * 32 / ((flops_per_token(cfg) - 6 * vocab_size * 32) / n_layer)
+        head = 6 * vocab_size * 32
+        mlp = 18 * 32 * 88
+        attention = (flops_per_token(cfg) - head) / n_layer - mlp
+        cost = [attention, mlp] * n_layer
+        cost[-1] += head
         for stages in range(1, n_layer + 1):
-            blocks = cut(cfg, stages)
-            assert [i for part in blocks for i in part] == list(range(n_layer)) and all(len(part) for part in blocks)
-            cost = {}
-            for ends in itertools.combinations(range(1, n_layer), stages - 1):
-                *others, last = (b - a for a, b in itertools.pairwise((0, *ends, n_layer)))
-                cost[(*others, last)] = max([*others, last + head])
-            assert cost[tuple(len(part) for part in blocks)] == min(cost.values())
+            parts = cut(cfg, stages)
+            assert [i for part in parts for i in part] == list(range(2 * n_layer)) and all(len(part) for part in parts)
+            slowest = {
+                ends: max(sum(cost[a:b]) for a, b in itertools.pairwise((0, *ends, 2 * n_layer)))
+                for ends in itertools.combinations(range(1, 2 * n_layer), stages - 1)
+            }
+            assert slowest[tuple(part.stop for part in parts[:-1])] == pytest.approx(min(slowest.values()), rel=1e-9)
+
+
+def test_chunks_leave_every_stage_its_share():
+    for n_layer, stages, chunks in itertools.product((4, 8, 11, 32), (2, 3, 4), (2, 3, 4)):
+        if stages * chunks > n_layer:
+            continue
+        whole, parts = cut(config(n_layer), stages), cut(config(n_layer), stages, chunks)
+        assert [i for part in parts for i in part] == list(range(2 * n_layer)) and all(len(part) for part in parts)
+        assert [sum(len(part) for part in parts[s::stages]) for s in range(stages)] == [len(part) for part in whole]
 
 
 def test_cut_of_6b():
-    sizes = {parts: [len(blocks) for blocks in cut(SIZES["6b"], parts)] for parts in (1, 2, 4, 8)}
-    assert sizes == {1: [32], 2: [17, 15], 4: [8, 8, 9, 7], 8: [4, 4, 4, 4, 4, 4, 5, 3]}
+    sizes = {stages: [len(part) / 2 for part in cut(SIZES["6b"], stages)] for stages in (1, 2, 4, 8)}
+    assert sizes == {1: [32], 2: [16.5, 15.5], 4: [8, 8.5, 8.5, 7], 8: [4.5, 4.5, 4, 4, 4, 4, 4, 3]}
+    assert [len(part) / 2 for part in cut(SIZES["6b"], 2, 4)] == [4, 4, 4, 4, 4, 4, 4.5, 3.5]
 
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_every_parameter_has_its_stage(tie):
     cfg = config(LAYERS, tie=tie)
     for stages in range(1, LAYERS + 1):
-        held = [stage_units(cfg, [blocks]) for blocks in cut(cfg, stages)]
-        for unit, names in unit_names(cfg).items():
-            where = [s for s, units in enumerate(held) if units.get(unit) == names]
-            assert where == ([0, stages - 1] if tie and unit == "embed" and stages > 1 else where[:1]) and where
+        held = [stage_units(cfg, [part]) for part in cut(cfg, stages)]
+        for name in (name for names in unit_names(cfg).values() for name in names):
+            where = [s for s, units in enumerate(held) if any(name in names for names in units.values())]
+            assert where == ([0, stages - 1] if tie and name == "tok_emb.weight" and stages > 1 else where[:1]) and where
 
 
-@pytest.mark.parametrize("by_hand", ["7", "3,3", "4,4", "7,0", "8,-1", "a,b", "3;4", "3,3,1", "4,3,"])
+@pytest.mark.parametrize("by_hand", ["7", "3,3", "4,4", "7,0", "8,-1", "a,b", "3;4", "3,3,1", "4,3,", "3.2,3.8", "4.5,3"])
 def test_wrong_cut_is_refused(by_hand):
-    assert [len(part) for part in cut(config(LAYERS), 2, "4,3")] == [4, 3]
-    with pytest.raises(UserError, match=f"--stages {by_hand}: expected 2 whole numbers .* sum 7"):
-        cut(config(LAYERS), 2, by_hand)
+    assert [len(part) / 2 for part in cut(config(LAYERS), 2, 1, "4,3")] == [4, 3]
+    assert [len(part) / 2 for part in cut(config(LAYERS), 2, 1, "3.5,3.5")] == [3.5, 3.5]
+    with pytest.raises(UserError, match=f"--stages {by_hand}: expected 2 numbers of blocks, .* sum 7"):
+        cut(config(LAYERS), 2, 1, by_hand)
     with pytest.raises(UserError, match="8 parts, .* the model has 7"):
         cut(config(LAYERS), 8)
 
@@ -182,7 +197,7 @@ def with_val(folder):
 
 
 def flags(folder, pp, dp, reference=False):
-    hand = {1: "7", 2: "2,5", 3: "1,1,5", 4: "4,1,1,1"}[pp]
+    hand = {1: "7", 2: "2.5,4.5", 3: "1,1.5,4.5", 4: "4,1,1,1"}[pp]
     found = {name: dict(more) for name, more in VARIANTS.items()}
     if reference or pp > 2:
         found |= {c: {"schedule": c.split()[0], "global_batch": 2 * int(c.split()[1]), "micro_batch": 2, "steps": 2} for c in COUNTS}
