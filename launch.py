@@ -9,7 +9,6 @@ first, and an exit code.
 import dataclasses
 import datetime
 import faulthandler
-import functools
 import itertools
 import json
 import os
@@ -19,23 +18,24 @@ import subprocess
 import sys
 import time
 import traceback
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # at 95 % of the card, fragments are what does not fit
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams share 8 queues by default; a waiting receive must not hold up others
+# before torch reads them. At 95 % of the card, fragments are what does not fit; and streams share 8 queues by default, where a waiting
+# receive must not hold up others
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
-import torch  # noqa: E402  (after the line above: the allocator reads it once)
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from checkpoint import describe, read_meta  # noqa: E402
-from data import Tokens, ensure_corpus, has_val, open_tokens  # noqa: E402
-from export import find_checkpoint, load_hf  # noqa: E402
-from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help  # noqa: E402
-from meter import running, say  # noqa: E402
-from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params  # noqa: E402
+from checkpoint import describe, read_meta
+from data import Tokens, ensure_corpus, has_val, open_tokens
+from export import find_checkpoint, load_hf
+from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
+from meter import running, say
+from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,17 +53,17 @@ class Run:
     rank: int
     world_size: int
     device: torch.device
-    dtype: torch.dtype
-    group: dist.ProcessGroup | None  # for tensors on the device; None: all ranks
-    control: dist.ProcessGroup | None  # gloo, for Python objects
-    model_cfg: ModelConfig
-    tokens: Tokens
-    val_tokens: Tokens | None
-    dp: int  # data-parallel size
-    dp_rank: int  # which share of the batch is this rank's
-    accum: int  # micro-batches per rank and step
-    out: str | None  # run folder
-    script: str
+    dtype: torch.dtype = torch.float32
+    group: dist.ProcessGroup | None = None  # for tensors on the device; None: all ranks
+    control: dist.ProcessGroup | None = None  # gloo, for Python objects
+    model_cfg: ModelConfig | None = None
+    tokens: Tokens | None = None
+    val_tokens: Tokens | None = None
+    dp: int = 1  # data-parallel size
+    dp_rank: int = 0  # which share of the batch is this rank's
+    accum: int = 1  # micro-batches per rank and step
+    out: str | None = None  # run folder
+    script: str = ""
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
     counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
 
@@ -84,6 +84,7 @@ class Run:
         return values
 
 
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # how many times torchrun has started this job again
 _run: Run | None = None  # the last one started: what an error report can say about it
 _signal: int = 0
 
@@ -100,32 +101,32 @@ def _on_signal(number: int, frame: object) -> None:
         os._exit(128 + number)
 
 
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def pick_device(cfg: Config) -> torch.device:
     """Raises UserError when CUDA is asked for, or a card is there, and torch cannot use it."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if cfg.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         card = Path("/proc/driver/nvidia/version")
-        if card.exists() or cfg.device == "cuda":
-            driver = card.read_text().splitlines()[0] if card.exists() else "no NVIDIA driver found"
-            wheel = f"torch {torch.__version__} built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPU only'}"
-            raise UserError(f"CUDA does not work here: {driver}; {wheel}. Install a wheel that matches the driver, or use --device cpu")
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} found; lower --nproc_per_node, or use --device cpu"
-        )
+        if cfg.device == "auto" and not card.exists():
+            return torch.device("cpu")
+        driver = card.read_text().splitlines()[0] if card.exists() else "no NVIDIA driver found"
+        wheel = f"torch {torch.__version__} built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+        raise UserError(f"CUDA does not work here: {driver}; {wheel}. Install a wheel that matches the driver, or use --device cpu")
+    local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= found:
+        raise UserError(f"local rank {local_rank} has no GPU: {found} found; lower --nproc_per_node, or use --device cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def open_group(device: torch.device, timeout_s: int) -> None:
-    """Join the job's process group: torchrun's, one described by RANK and WORLD_SIZE by hand, or a group of one.
-
-    Raises UserError saying which ranks did not come, or that two came under one number.
-    """
+    """Join the job's process group: torchrun's, one described by RANK and WORLD_SIZE by hand, or a group of one. Raises UserError saying
+    which ranks did not come, or that two came under one number."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     bound = {"device_id": device} if device.type == "cuda" else {}
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -139,17 +140,15 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})") from None
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         tcp = dist.TCPStore(host, port, size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, dist.DistNetworkError) as error:
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise UserError(f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone") from None
-        raise UserError(
-            f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {str(error).splitlines()[0]}"
-        ) from None
-    store = dist.PrefixStore(f"nanoshard/{attempt}", tcp)
+        raise UserError(f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}") from None
+    store = dist.PrefixStore(f"nanoshard/{RESTARTS}", tcp)
     if store.add(f"arrived/{rank}", 1) > 1:
         raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
     deadline = time.time() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
@@ -183,14 +182,16 @@ def start(
         limit = datetime.timedelta(seconds=cfg.hang_timeout)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=group is not None)
-    run = Run(cfg, rank, world_size, device, torch.float32, group, control, None, None, None, 1, 0, 1, None, Path(script).stem)  # type: ignore
+    run = Run(cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem)
 
-    differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(c, f.name)) for c in run.everyone(cfg)}) > 1]
+    everyones = run.everyone(cfg)
+    differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(theirs, f.name)) for theirs in everyones}) > 1]
     if differing:
-        raise UserError(f"the ranks were started with different flags: --{', --'.join(differing)}".replace("_", "-"))
+        raise UserError(f"the ranks were started with different flags: {', '.join(map(_flag, differing))}")
 
     cfg.model = cfg.model or ("tiny" if device.type == "cpu" else "124m")
-    size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - load_config(cfg.model).n_embd))
+    model_cfg = load_config(cfg.model)
+    size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - model_cfg.n_embd))
     batch, micro, steps, lr, warmup = BY_SIZE[size]
     model_parallel = model_parallel or world_size
     if model_parallel < 0 or world_size % model_parallel:
@@ -205,19 +206,14 @@ def start(
     cfg.min_lr = cfg.lr / 10 if cfg.min_lr < 0 else cfg.min_lr
     cfg.warmup_steps = min(warmup, cfg.steps // 10) if cfg.warmup_steps < 0 else cfg.warmup_steps
     cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
-    for key in ("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"):
-        if getattr(cfg, key) < 0:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 0 or more")
-    for key in ("log_every", "keep_last", "hang_timeout"):
-        if getattr(cfg, key) < 1:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 1 or more")
-    if device.type == "cuda":
-        best = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    else:
-        best = "float32"
+    cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
+    least = dict.fromkeys(("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0)
+    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout"), 1)).items():
+        if getattr(cfg, key) < value:
+            raise UserError(f"{_flag(key)} {getattr(cfg, key)}: allowed is {value} or more")
+    best = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     cfg.dtype = cfg.dtype or best
     run.dtype = getattr(torch, cfg.dtype)
-    cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
     _set_up_torch(cfg, device)
 
     if not cfg.data:
@@ -225,7 +221,6 @@ def start(
         _one_prepares(run, lambda: ensure_corpus(cfg.data))
     run.tokens = open_tokens(cfg.data)
     run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
-    model_cfg = load_config(cfg.model)
     run.model_cfg = dataclasses.replace(
         model_cfg,
         seq_len=cfg.seq_len or model_cfg.seq_len,
@@ -270,59 +265,52 @@ def _set_up_torch(cfg: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
-    """The first rank of each host runs prepare(), the others wait for it on files of their own pace, not in a collective.
+_preparations = itertools.count()  # main() may run many times in one job
 
-    They wait as long as it works; its error becomes theirs.
-    """
-    if run.world_size == 1:
-        prepare()
-        return
+
+def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
+    """The first rank of each host runs prepare(), the others wait as long as it works: not in a collective, which has a limit. Its error
+    becomes theirs."""
     store = dist.distributed_c10d._get_default_store()
     host = f"prepare/{os.environ.get('GROUP_RANK', 0)}/{next(_preparations)}"
-    if int(os.environ.get("LOCAL_RANK", run.rank)) == 0:
+    if run.world_size == 1 or int(os.environ.get("LOCAL_RANK", run.rank)) == 0:
         try:
             prepare()
             store.set(host, "")
         except BaseException as error:
             store.set(host, f"rank {run.rank} could not prepare the corpus: {error}")
             raise
-        return
-    waited = 0.0
+    tenths = 0
     while not store.check([host]):  # not store.wait: its time limit is the collectives'
         time.sleep(0.1)
-        waited += 0.1
-        if abs(waited % 30) < 0.1:
+        tenths += 1
+        if tenths % 300 == 0:
             print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
     if message := store.get(host).decode():
         raise UserError(message)
 
 
-_preparations = itertools.count()  # main() may run many times in one job
-
-
 def _open_run_folder(run: Run) -> None:
     """Choose and create the run folder on rank 0, name it to all, write config.json."""
-    cfg, error, out = run.cfg, None, None
+    cfg, out, error = run.cfg, None, None
     if run.rank == 0:
+        facts = {
+            "config": dataclasses.asdict(cfg),
+            "model": dataclasses.asdict(run.model_cfg),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "world_size": run.world_size,
+            "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "commit": git_commit(),
+            "date": datetime.datetime.now().isoformat(timespec="seconds"),
+            "data": {"path": cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
+        }
         try:
             out = Path(cfg.out) if cfg.out else _new_folder(run.script)
             out.mkdir(parents=True, exist_ok=True)
-            facts = {
-                "config": dataclasses.asdict(cfg),
-                "model": dataclasses.asdict(run.model_cfg),
-                "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-                "world_size": run.world_size,
-                "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
-                "torch": torch.__version__,
-                "python": sys.version.split()[0],
-                "commit": git_commit(),
-                "date": datetime.datetime.now().isoformat(timespec="seconds"),
-                "data": {"path": cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
-            }
-            temporary = out / ".config.json"
-            temporary.write_text(json.dumps(facts, indent=1))
-            temporary.replace(out / "config.json")
+            (out / ".config.json").write_text(json.dumps(facts, indent=1))
+            (out / ".config.json").replace(out / "config.json")
         except OSError as problem:
             error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
     error, out = run.everyone((error, out))[0]
@@ -334,14 +322,14 @@ def _open_run_folder(run: Run) -> None:
 def _new_folder(script: str) -> Path:
     """runs/SCRIPT-DATE, the same one when torchrun starts the job again: the date is then torchrun's own start."""
     began = time.time()
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ and Path("/proc/self/stat").exists():
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
         booted = int(re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.M)[1])
         began = booted + ticks / os.sysconf("SC_CLK_TCK")
-    name = f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}"
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return Path(name)
-    return next(p for p in (Path(name + suffix) for suffix in ("", *(f"-{i}" for i in range(2, 100)))) if not p.exists())
+    path = Path(f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}")
+    while path.exists() and not RESTARTS:  # two jobs of one second
+        path = path.with_name(path.name + "-2")
+    return path
 
 
 def git_commit() -> str | None:
@@ -419,16 +407,15 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     if cfg.save_every:
         saver.check_space(3 * run.master_dtype.itemsize * n_params(run.model_cfg))
     explicit = cfg.resume not in ("auto", "never")
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun's restart goes on from what it saved itself
-    newest = saver.latest() if not explicit or again else None
+    newest = saver.latest() if not explicit or RESTARTS else None  # torchrun's restart goes on from what it saved itself
     path = newest or (cfg.resume if explicit else None)
-    if path and cfg.resume == "never":
-        raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
     if path is None:
         if cfg.init_from:
             _init_from(run, saver, strategy, pieces)
         return 0, 0
-    if explicit and not Path(path).is_dir():
+    if cfg.resume == "never":
+        raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
+    if not Path(path).is_dir():
         raise UserError(f"--resume {path}: no such checkpoint; allowed are auto, never, or a step_... folder")
     saved = read_meta(path)
     if not {"step", "updates", "scaler", "config", "model", "data"} <= saved.keys():
@@ -443,17 +430,16 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     saver.protect(path)
     strategy.masters_changed()
     scaler.load(saved["scaler"])
-    for key, old in saved["config"].items():
-        if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
-            say(f"resume: --{key.replace('_', '-')} {old} -> {getattr(cfg, key)}")
-    if meta.get("rng") is not None:
-        state = meta["rng"]
+    if "rng" in meta:
         size = torch.get_rng_state().numel()
-        torch.set_rng_state(state[:size])
-        if run.device.type == "cuda" and state.numel() > size:
-            torch.cuda.set_rng_state(state[size:], run.device)
+        torch.set_rng_state(meta["rng"][:size])
+        if run.device.type == "cuda" and meta["rng"].numel() > size:
+            torch.cuda.set_rng_state(meta["rng"][size:], run.device)
     elif saved["world_size"] == run.world_size:
         say("resume: the checkpoint has no RNG states (nothing here uses them)")
+    for key, old in saved["config"].items():
+        if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
+            say(f"resume: {_flag(key)} {old} -> {getattr(cfg, key)}")
     say(f"resume: going on from {path} at step {saved['step']}")
     if saved["step"] >= cfg.steps:
         say(f"resume: {saved['step']} steps are done and --steps is {cfg.steps}: nothing left to do")
@@ -481,15 +467,11 @@ def _init_from(run: Run, saver, strategy, pieces: dict) -> None:
     say(f"weights from {path}, a new run from step 0")
 
 
-@functools.cache
-def _sample_log(path: str) -> typing.IO:
-    return open(path, "a", buffering=1)
-
-
 def log_samples(run: Run, step: int, sample: torch.Tensor) -> None:
     """Under --log-samples: a line per micro-batch in samples-RANK.jsonl with the stream indices of its sequences."""
     if run.cfg.log_samples:
-        _sample_log(f"{run.out}/samples-{run.rank}.jsonl").write(json.dumps({"step": step, "sample": sample.tolist()}) + "\n")
+        with open(f"{run.out}/samples-{run.rank}.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "sample": sample.tolist()}) + "\n")
 
 
 # --- the frame --------------------------------------------------------------------------------------------------------
@@ -498,7 +480,7 @@ def log_samples(run: Run, step: int, sample: torch.Tensor) -> None:
 def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
     """Everything around main(cfg): flags, signals, and an end on which all ranks agree. Exit code 0 only if all finished."""
     argv = sys.argv[1:]
-    if any(word in ("-h", "--help") for word in argv):
+    if {"-h", "--help"} & set(argv):
         print_help(config, doc)
         return
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -530,9 +512,11 @@ def _report(error: BaseException, main: Callable, alike: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun sends it as soon as another rank is gone
     rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
-    is_users = isinstance(error, UserError)
-    summary = str(error) if is_users else (traceback.format_exception_only(error)[0].splitlines() or [""])[0]
-    text = f"error: {error}" if is_users else "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, UserError):
+        summary, text = str(error), f"error: {error}"
+    else:
+        summary = traceback.format_exception_only(error)[0].split("\n")[0]
+        text = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the words of torch on a CPU
         summary = _out_of_memory(main.__globals__.get("predict"))
         text += f"\nerror: {summary}"
@@ -544,9 +528,9 @@ def _report(error: BaseException, main: Callable, alike: bool) -> None:
             deadline = time.time() + (3 if secondary else 0)
             while not store.check(["first_error"]) and time.time() < deadline:
                 time.sleep(0.05)  # the rank that closed the connection is about to say why
-            first = json.loads(store.compare_set("first_error", "", json.dumps([rank, summary])))
+            first = json.loads(store.compare_set("first_error", "", json.dumps(first)))
         except (RuntimeError, ValueError):
-            first = [rank, summary]  # the store went with its host: then our own error is the best there is
+            pass  # the store went with its host: then our own error is the best there is
     if first[0] == rank:
         print(f"rank {rank}: {text}" if several else text, file=sys.stderr, flush=True)
     elif first[1] != summary:
@@ -571,14 +555,13 @@ def _out_of_memory(predict: Callable[[Run], tuple] | None) -> str:
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     predicted = sum(predict(run)[0].values())
+    report = f"rank {run.rank} is out of memory: {predicted / 1e9:.2f} GB predicted, the device has {there / 1e9:.2f} GB; "
     changes = [{"micro_batch": m} for m in range(cfg.micro_batch - 1, 0, -1) if cfg.micro_batch % m == 0] + [{"recompute": "full"}]
     if hasattr(cfg, "stage"):
         changes += [{"stage": stage} for stage in range(cfg.stage + 1, 4)] + [{"offload": "optimizer"}]
-    helps = "no single flag is enough: more GPUs, or --micro-batch 1 with --recompute full and train_zero.py --stage 3"
     for change in changes:  # in the order of what they cost in speed
         accum = cfg.global_batch // (change.get("micro_batch", cfg.micro_batch) * run.dp)
         other = dataclasses.replace(run, cfg=dataclasses.replace(cfg, **change), accum=accum)
         if sum(predict(other)[0].values()) < 0.9 * min(there, predicted):  # of predicted too: it did not fit
-            helps = "smallest change that helps: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in change.items())
-            break
-    return f"rank {run.rank} is out of memory: {predicted / 1e9:.2f} GB predicted, the device has {there / 1e9:.2f} GB; {helps}"
+            return report + "smallest change that helps: " + " ".join(f"{_flag(key)} {value}" for key, value in change.items())
+    return report + "no single flag is enough: more GPUs, or --micro-batch 1 with --recompute full and train_zero.py --stage 3"

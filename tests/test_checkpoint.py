@@ -116,6 +116,12 @@ def test_boxes_of_every_range_of_small_shapes(shape):
         boxes_of_range(shape, 0, n + 1)
 
 
+@pytest.mark.parametrize("offsets, sizes", [((2, 0), (3, 4)), ((-1, 0), (2, 4)), ((0, 4), (4, 0))])
+def test_a_slice_outside_its_tensor(offsets, sizes):
+    with pytest.raises(ValueError, match="is no part of"):
+        slice_piece((4, 4), offsets, torch.zeros(sizes))
+
+
 def test_what_several_ranks_hold_is_written_by_one_of_them_evenly():
     whole = checkpoint._layout(flat_layout({f"w{i}": torch.zeros(40 + i) for i in range(20)}, 0, 1))
     shares = checkpoint._share_out([whole] * 4)
@@ -165,9 +171,10 @@ def _load_on_two(rank: int, folder: str, other: str) -> dict:
     facts["shape"] = refused(load, {"scale": whole_piece(torch.zeros(3, dtype=torch.float64))})
     facts["dtype"] = refused(load, {"norm.weight": whole_piece(torch.zeros(8).half())})
 
-    # saved again under another layout, non-contiguous columns, in the foreground; RNG states come back to the rank that had them
-    saver = Checkpointer(other, background=False)
+    # saved again under another layout, non-contiguous columns; RNG states come back to the rank that had them
+    saver = Checkpointer(other)
     saver.save(8, half_layout(reference, rank, -1), {}, rng=torch.full((16,), 40 + rank, dtype=torch.uint8))
+    saver.wait()
     facts["rng"] = saver.load(steps(other)[-1], half_layout(zeros(reference), rank, 0))["rng"].tolist()
     return facts
 
@@ -203,7 +210,7 @@ def _slow_first_write(seconds: float) -> None:
     write = checkpoint._HashedFile.write
 
     def slow(self, data):
-        if self.nbytes == 0:
+        if self.tell() == 0:
             time.sleep(seconds)
         return write(self, data)
 
