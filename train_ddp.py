@@ -25,6 +25,7 @@ Paper: Li et al., PyTorch Distributed, VLDB 2020 (arXiv 2006.15704).
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -83,13 +84,14 @@ class DataParallel:
     def __init__(self, model: GPT, run: Run, units: dict[str, list[str]] | None = None, group: dist.ProcessGroup | None = None):
         self.run, self.cfg, self.group = run, run.cfg, group or run.group
         shapes = param_shapes(run.model_cfg)
+        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         self.buckets: dict[str, Bucket] = {}
         for unit, names in (units or unit_names(run.model_cfg)).items():
             bucket = self.buckets[unit] = Bucket(flat_unit(unit, {n: shapes[n] for n in names}), run)
             for name in names:
                 param = model.set_param(name, bucket.unit.view(bucket.weights, name))
                 # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
-                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: self.grad_ready(b, n, p))
+                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: me.grad_ready(b, n, p))
         self.first_micro = self.last_micro = True
 
     def grad_ready(self, bucket: Bucket, name: str, param: torch.nn.Parameter) -> None:

@@ -36,6 +36,7 @@ Papers: Shoeybi et al., Megatron-LM (arXiv 1909.08053); Korthikanti et al., sequ
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -465,6 +466,7 @@ class TensorParallel(DataParallel):
     def __init__(self, model: TensorParallelGPT, run: Run, group: dist.ProcessGroup):
         self.run, self.cfg, self.group, self.team = run, run.cfg, group, model.team
         self.slices = slices(model)
+        me = weakref.proxy(self)
         self.buckets: dict[str, Bucket] = {}
         for unit, names in bucket_names(self.slices, run.model_cfg).items():
             flat = flat_unit(unit, {n: self.slices[n].shape for n in names})
@@ -472,7 +474,7 @@ class TensorParallel(DataParallel):
             for name in names:
                 param = model.set_param(name, bucket.unit.view(bucket.weights, name))
                 # fires once in backward, when both halves of the micro-batch have added to this gradient
-                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: self.grad_ready(b, n, p))
+                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: me.grad_ready(b, n, p))
         self.first_micro = self.last_micro = True
 
     def all_reduce(self, bucket: Bucket) -> None:

@@ -34,7 +34,8 @@ send every micro-batch's gradient as it was computed, in bf16, and sum over rank
 On one host both transfers go by the GPUs' copy engines (peer_memory.py), so that compute keeps every multiprocessor.
 
 With --offload optimizer, masters and moments live in pinned host memory: gradient shards flow out behind backward, the
-CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates.
+CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates. At stages 1 and 2 the update of a
+unit waits for the next forward pass to reach it, so that the first units compute on the GPU while later ones update.
 
 Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2101.06840).
 """
@@ -42,6 +43,7 @@ Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2
 import dataclasses
 import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -102,6 +104,7 @@ class Unit:
         self.home_grad = self.grad_shard  # where AdamW reads it
         self.arrived = 0  # parameters whose gradient of this micro-batch is in
         self.gathering: dist.Work | Transfer | None = None
+        self.due: tuple[int, float, float] | None = None  # an update not made yet: its number, learning rate, gradient factor
         self.copied: torch.cuda.Event | None = None
 
     def to_host(self, take: Callable[[Tensor], Tensor]) -> None:
@@ -138,6 +141,7 @@ class Zero:
             buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in lengths]
         self.units: list[Unit] = []
         self.moments: list[tuple[Tensor, Tensor]] = []
+        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         take = self.open_host(flats) if self.cfg.offload == "optimizer" else None
         for i, flat in enumerate(flats):
             unit = Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run)
@@ -150,7 +154,7 @@ class Zero:
                 # .data: a version counter of its own, for a buffer refilled between forward and backward is no error here
                 param = model.set_param(name, unit.flat.view(unit.weights, name).data)
                 # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
-                param.register_post_accumulate_grad_hook(lambda p, u=unit, n=name: self.grad_ready(u, n, p))
+                param.register_post_accumulate_grad_hook(lambda p, u=unit, n=name: me.grad_ready(u, n, p))
         self.held: list[int | None] = [None] * 3  # stage 3: which unit's weights each buffer holds
         if self.stage >= 2:  # full-size gradients of two units are alive, taken in turn
             self.fulls, full = shared(2 * self.longest, self.wire_dtype)
@@ -159,6 +163,7 @@ class Zero:
             self.received = [torch.empty(self.longest, dtype=self.wire_dtype, device=run.device) for _ in range(2)]
         self.under_way: list[UnderWay | None] = [None, None]
         self.first_micro = self.last_micro = True
+        self.later = self.cfg.offload == "optimizer" and self.cfg.overlap and self.stage < 3  # updates wait for the next forward pass
         self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
         self.suspects: list[str] = []
         self.add = torch.compile(add_in_order, dynamic=True) if self.cuda and self.cfg.compile else add_in_order
@@ -167,7 +172,7 @@ class Zero:
     def slot(self, i: int) -> int:
         return 2 if i == 0 and self.run.model_cfg.tie else i % 2
 
-    # -- weights come: stage 3 --
+    # -- weights come --
 
     def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> Tensor:
         """GPT.forward, with each unit's weights there in time. x, y (B, T) int64 -> summed loss (scalar)."""
@@ -186,12 +191,14 @@ class Zero:
         return model.loss_sum(h, y)
 
     def use(self, i: int, ahead: int | None) -> None:
-        """Stage 3: wait for the weights of unit i, which is about to compute, and have those of unit `ahead` come meanwhile."""
+        """Wait for the weights of unit i, which is about to compute; at stage 3 have those of unit `ahead` come meanwhile."""
         if self.stage == 3:
             self.all_gather(i)
-            self.arrive(i)
-            if self.cfg.overlap and ahead is not None:
-                self.all_gather(ahead)
+        else:
+            self.update(self.units[i])
+        self.arrive(i)
+        if self.stage == 3 and self.cfg.overlap and ahead is not None:
+            self.all_gather(ahead)
 
     def all_gather(self, i: int) -> None:
         """Start bringing unit i into its buffer, over unit i-2 or i+2, whose compute is queued before; nothing if it is there."""
@@ -308,39 +315,68 @@ class Zero:
     # -- the update --
 
     def adamw_step(self, update: int, lr: float, factor: float) -> None:
-        """AdamW on this rank's shards, with gradients times `factor`, and the new weights to everyone."""
-        for unit, (exp_avg, exp_avg_sq) in zip(self.units, self.moments, strict=True):
+        """AdamW on this rank's shards, with gradients times `factor`, and the new weights to everyone.
+
+        With masters on the host a unit's update can wait until the next forward pass needs its weights: it then computes on
+        the CPU while the GPU is still at the unit before. At stage 3 others fetch the shards, so all must be there.
+        """
+        self.watch = False
+        for unit in self.units:
+            unit.due = update, lr, factor
+        if not self.later:
+            self.catch_up()
+        elif self.stage:
+            for unit in self.units:
+                with at("all_gather", unit.flat.name, unit.weights.nbytes):
+                    pass  # counted here, in the step it belongs to
+
+    def catch_up(self) -> None:
+        """Make all updates that are due."""
+        for unit in self.units:
+            self.update(unit)
+        self.all_published()
+
+    def update(self, unit: Unit) -> None:
+        """AdamW on one unit, if it is due."""
+        if unit.due is None:
+            return
+        (update, lr, factor), unit.due = unit.due, None
+        with at("optimizer"):
             if unit.copied is not None:
                 unit.copied.synchronize()  # its gradient has reached the host
-            # on the CPU in pieces that stay in cache from the scaling to the update; on the GPU in one
+            # on the CPU in pieces that stay in cache from the scaling to the rounding; on the GPU in one
             size = 1 << 20 if self.cfg.offload == "optimizer" else len(unit.master)
+            made = self.outbox(unit)
             for a in range(0, len(unit.master), size):
-                master, grad, m, v = (t[a : a + size] for t in (unit.master, unit.home_grad, exp_avg, exp_avg_sq))
+                master, grad, m, v = (t[a : a + size] for t in (unit.master, unit.home_grad, *self.moments[unit.index]))
                 if factor != 1:
                     grad.mul_(factor)
                 adamw_step(master, grad, m, v, unit.flat.decay - unit.first - a, update, lr, self.cfg)
-            self.publish(unit)
-        self.all_published()
-        self.watch = False
+                made[a : a + size].copy_(master)
+            self.publish(unit, made)
 
-    def publish(self, unit: Unit) -> None:
-        """New compute weights from a unit's masters: to the shard, and at stages 1 and 2 from there to all ranks."""
-        if self.cfg.offload == "optimizer" and self.cuda:
-            staging = self.staging[unit.index % 2][: len(unit.master)]
-            self.sent[unit.index % 2].synchronize()  # the unit before last has left the staging buffer
-            staging.copy_(unit.master)  # fp32 -> bf16 on the host: half the bytes over PCIe
-            unit.shard.copy_(staging, non_blocking=True)
+    def outbox(self, unit: Unit) -> Tensor:
+        """Where a unit's new compute weights are made: in its shard, with offload in a pinned buffer, half the bytes over PCIe."""
+        if not (self.cfg.offload == "optimizer" and self.cuda):
+            return unit.shard
+        self.sent[unit.index % 2].synchronize()  # the unit before last has left the buffer
+        return self.staging[unit.index % 2][: len(unit.master)]
+
+    def publish(self, unit: Unit, made: Tensor) -> None:
+        """New compute weights to the shard, and at stages 1 and 2 from there to all ranks."""
+        if made is not unit.shard:
+            unit.shard.copy_(made, non_blocking=True)
             self.sent[unit.index % 2].record()
-        else:
-            unit.shard.copy_(unit.master)
         if self.stage in (1, 2):
-            with at("all_gather", unit.flat.name, unit.weights.nbytes):
+            with at("optimizer") if self.later else at("all_gather", unit.flat.name, unit.weights.nbytes):
                 unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
 
     def masters_changed(self) -> None:
         """After a load: bring the compute weights up to date."""
         for unit in self.units:
-            self.publish(unit)
+            made = self.outbox(unit)
+            made.copy_(unit.master)
+            self.publish(unit, made)
         self.all_published()
 
     def all_published(self) -> None:
@@ -369,6 +405,8 @@ class Zero:
             return arena[end - len(like) : end]
 
         if self.cuda:
+            if torch.get_num_threads() > 4:  # an update waits for its slowest thread: leave cores to those that load data and drive the GPU
+                torch.set_num_threads(torch.get_num_threads() - 2)
             self.staging = [torch.empty(max(sizes), dtype=run.dtype, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]
             self.stream = torch.cuda.Stream()
@@ -389,6 +427,7 @@ class Zero:
 
     def pieces(self) -> dict[str, Piece]:
         """The training state by name, for checkpoint.py: this rank's shards, as boxes of the named tensors."""
+        self.catch_up()
         found: dict[str, Piece] = {}
         for u, (exp_avg, exp_avg_sq) in zip(self.units, self.moments, strict=True):
             for prefix, shard in (("", u.master), ("exp_avg.", exp_avg), ("exp_avg_sq.", exp_avg_sq)):
@@ -533,6 +572,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")
+    if cfg.offload == "optimizer" and run.device.type == "cuda":
+        without = dataclasses.replace(run, cfg=dataclasses.replace(cfg, offload="none"))
+        needed, card = sum(predict(without)[0].values()), torch.cuda.get_device_properties(run.device).total_memory
+        if needed < 0.95 * card:
+            say(f"without --offload a rank would need {needed / 1e9:.1f} of the card's {card / 1e9:.1f} GB: it fits, and is faster")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []

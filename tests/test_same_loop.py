@@ -1,10 +1,13 @@
 """The loop is repeated in every training script on purpose: what must stay the same is the same, what differs is the idea."""
 
 import difflib
+import gc
 import re
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run_ranks, toy_files, train
+
+from model import GPT
 
 SCRIPTS = {"train_ddp": "ddp", "train_zero": "zero", "train_tp": "tp", "train_pipe": "pipe"}  # script -> its strategy object
 # evaluate() gets the strategy where the model's own forward is not enough
@@ -44,3 +47,18 @@ def test_idea_and_run_are_told_apart(script):
     text = (ROOT / f"{script}.py").read_text()
     idea, run, loop = text.find("# --- the idea"), text.find("# --- the run ---"), text.find("for step in range(start, cfg.steps)")
     assert 0 < idea < run < loop
+
+
+def models_left(rank, script, folder):
+    """Models with storage that are alive when main() has returned."""
+    more = {"stage": 3} if script == "train_zero" else {"schedule": "interleaved"} if script == "train_pipe" else {}
+    train(rank, script, folder, {f"{script}{i}": {"steps": 2, "save_every": 0} | more for i in range(2)})
+    gc.collect()
+    return sum(isinstance(o, GPT) and not o.norm.weight.is_meta for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_main_leaves_nothing_behind(script, tmp_path):
+    """main(cfg) can be called again: the memory of a run is free when it is over."""
+    toy_files(tmp_path, n_layer=4)
+    assert run_ranks(2, models_left, script, str(tmp_path)) == [0, 0]
