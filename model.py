@@ -398,15 +398,17 @@ def flops_per_token(cfg: ModelConfig) -> int:
     return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
 
 
-def activation_bytes(cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none") -> int:
-    """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits with their float copy and gradient."""
+def activation_bytes(cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False) -> int:
+    """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits.
+
+    compiled: the loss's gradient is written over the logits; else there is a float copy of them too.
+    """
     C, kv, ff, tokens = cfg.n_embd, cfg.n_kv_head * cfg.head_dim, cfg.n_ff, micro_batch * cfg.seq_len
     # inputs of both norms, both normed inputs, q, k, v after rotation, attention's output; gate, up and their product
     whole = (6 * C + 2 * kv + 3 * ff) * itemsize + 4 * cfg.n_head
     block = {"none": whole, "selective": (3 * C + 2 * kv + 2 * ff + 2 * C) * itemsize, "full": C * itemsize}[recompute]
-    return tokens * (cfg.n_layer * block + cfg.vocab_size * (itemsize + 4) + 2 * C * itemsize) + (
-        tokens * whole if recompute != "none" else 0
-    )
+    logits = cfg.vocab_size * (itemsize if compiled else itemsize + 4)
+    return tokens * (cfg.n_layer * block + logits + 2 * C * itemsize) + (tokens * whole if recompute != "none" else 0)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "moments": 2 * master * P,
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
-        "activations": activation_bytes(run.model_cfg, run.cfg.micro_batch, compute, run.cfg.recompute),
+        "activations": activation_bytes(run.model_cfg, run.cfg.micro_batch, compute, run.cfg.recompute, run.cfg.compile),
         "gradients in passing": compute * max(sizes.values()),
         "gradients on the wire": wire * P if wire != master else 0,
     }

@@ -492,7 +492,8 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     boundary = math.prod(message_shape(run)) * compute
 
     def activations(halves: int) -> int:
-        return int(activation_bytes(dataclasses.replace(model_cfg, n_layer=halves / 2), cfg.micro_batch, compute, cfg.recompute))
+        part = dataclasses.replace(model_cfg, n_layer=halves / 2)
+        return int(activation_bytes(part, cfg.micro_batch, compute, cfg.recompute, cfg.compile))
 
     kept, traffic = [], []
     for op, number in order:

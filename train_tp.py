@@ -519,7 +519,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "moments": 2 * master * P,
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
-        "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute) // tp,
+        "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile) // tp,
         "gathered inputs": (2 * m.n_layer + 1) * tokens * m.n_embd * compute * (tp - 1) // tp,  # kept, not gathered again
         "gradients in passing": compute * max(sizes.values()),
     }

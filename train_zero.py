@@ -511,7 +511,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "weight buffers": compute * (2 * longest + run.model_cfg.tie * units[0].padded) if cfg.stage == 3 else 0,
         # two units' gradients as they are sent (stage 0 and 1: only if --wire narrows them) and as they are received
         "gradient buffers": 2 * wire * longest * ((cfg.stage >= 2 or wire != master) + (cfg.stage >= 1 and n > 1)),
-        "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute),
+        "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute, cfg.compile),
         "gradients in passing": compute * longest,
     }
     traffic: list[tuple[str, str, int]] = []
