@@ -64,6 +64,7 @@ class Run:
     accum: int = 1  # micro-batches per rank and step
     out: str | None = None  # run folder
     script: str = ""
+    copy_engine: bool = False  # whether transfers go by copy engines (peer_memory.py)
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
     counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
 

@@ -153,7 +153,7 @@ class Meter:
         self.marks.append((part, now))
 
     def _enter(self, op: str, what: str, nbytes: int) -> None:
-        if "eval" in self.stack:
+        if "eval" in self.stack and op != "optimizer":  # but an update that waited for a forward pass is
             op = "eval"  # what evaluation sends is not part of a step
         if op in COLLECTIVES and not self.inside:  # what a collective of ours sends is not handed over once more
             self.bytes[op] += nbytes

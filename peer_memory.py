@@ -1,9 +1,10 @@
-"""Reading a neighbour's memory: collectives that take no multiprocessors.
+"""Copying to and from a neighbour's memory: transfers that take no multiprocessors.
 
 NCCL moves data with kernels. Hidden behind compute they still slow it: while one is resident, the matrix products beside
 it run with fewer multiprocessors, and the last wave of a product waits for all of them. GPUs of one host that can map
 each other's memory (NVLink) have another way: the copy engines, which memcpy between devices uses, and which compute
-never notices. What remains to be agreed is when a buffer may be read and when it may be written again: two barriers.
+hardly notices. What remains to be agreed is when a buffer may be read and when it may be written again: by barriers where
+all ranks exchange (ZeRO), by signals where two do (pipeline).
 
 Built on torch's symmetric memory: https://docs.pytorch.org/docs/main/distributed/symmetric_memory.html
 """
@@ -29,16 +30,15 @@ def reachable(run: Run) -> bool:
     return all(run.everyone(all(torch.cuda.can_device_access_peer(run.device.index, index) for index in others)))
 
 
-def wanted(run: Run) -> bool:
-    """Whether to move data by copy engines: --no-copy-engine says no, else where it can be done; collective over run.control."""
-    return run.cfg.copy_engine is not False and reachable(run)
+def choose_copy_engine(run: Run, possible: bool) -> None:
+    """Set run.copy_engine, before anything is built; collective over run.control. possible: the layout has a use for it.
 
-
-def check_copy_engine(run: Run, possible: bool = True) -> None:
-    """Raises UserError, before anything is built, when --copy-engine asks for what is not here."""
-    if run.cfg.copy_engine and not (possible and reachable(run)):
+    Raises UserError when --copy-engine asks for what cannot be had.
+    """
+    run.copy_engine = possible and run.cfg.copy_engine is not False and reachable(run)
+    if run.cfg.copy_engine and not run.copy_engine:
         raise UserError(
-            "--copy-engine needs stage 2 or 3 or a pipeline, and two or more GPUs, all on one host and able to read each other's memory"
+            "--copy-engine is for ZeRO stages 2 and 3 and for pipelines, on two or more GPUs of one host that can read each other's memory"
         )
 
 
@@ -61,7 +61,7 @@ class PeerMemory:
     def __init__(self, numel: int, dtype: torch.dtype, run: Run):
         import torch.distributed._symmetric_memory as symmetric  # alpha in torch 2.11 to 2.13, and only needed on GPUs
 
-        self.mine = symmetric.empty(numel, dtype=dtype, device=run.device).zero_()
+        self.mine = symmetric.empty(numel, dtype=dtype, device=run.device)
         try:
             self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
         except RuntimeError as error:  # a container may forbid what the cards could do
@@ -77,11 +77,11 @@ class PeerMemory:
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)  # by default it would wait for ever
 
     def signal(self, rank: int, channel: int) -> None:
-        """On the current stream: tell `rank`, which must have waited for this channel's last signal before."""
+        """On the current stream: tell `rank`, once it has taken this channel's last signal."""
         self.handle.put_signal(rank, channel=channel, timeout_ms=self.timeout_ms)
 
     def wait(self, rank: int, channel: int) -> None:
-        """On the current stream: go on when `rank` has signalled. One thread block waits."""
+        """On the current stream: take the signal of `rank`, when it has come. One thread block waits."""
         self.handle.wait_signal(rank, channel=channel, timeout_ms=self.timeout_ms)
 
     def fetch(self, copies: list[tuple[Tensor, Tensor]], settled: bool) -> Transfer:

@@ -28,8 +28,8 @@
 F is a forward pass, B-- a backward pass, twice as long. The pipe fills and drains: (p-1)/(m+p-1) of the time is idle for
 p stages and m micro-batches, in GPipe as in 1F1B. These differ in memory: a stage keeps a micro-batch's activations from its
 F to its B, GPipe all m of them, 1F1B at most p - stage. Interleaved, a stage holds v parts from all over the model (G and C
-are the second ones): filling takes a v-th of the time, so (p-1)/(v m+p-1) is idle, for v times the sends and about one
-micro-batch more in memory. One step of a stage:
+are the second ones): filling takes a v-th of the time, so (p-1)/(v m+p-1) is idle, for v p - 1 boundaries instead of p - 1
+and, on the first stage, (p-1)/v micro-batches more in memory. One step of a stage:
 
     for F or B, micro-batch (and chunk) in schedule:
         F:  h = recv(previous stage);  out = blocks(h);  isend(out, next stage)         (first: tokens, last: the loss)
@@ -39,9 +39,11 @@ micro-batch more in memory. One step of a stage:
     all_reduce(loss sum, token count, stop flag);  all_reduce(squared norm);  clip;  AdamW on the stage's weights
 
 Bytes over each boundary: B T C x 2 in bf16, per micro-batch and direction: 67 MB for 4 sequences of the 6b model, against
-a quarter of a second of compute on each of two stages. They are hidden: the receive of the next micro-batch is posted before
-this one is computed, and a send is waited for only at the next one. Bytes of state per rank: 18 per parameter of its stage.
-The price is the bubble, and the slowest stage: the head weighs about a block, so the last stage gets fewer of them.
+a quarter of a second of compute on each of two stages. They are hidden: a send is waited for only at the next one, and comes
+into a buffer that is ready before it is needed: on GPUs of one host by copy engine into one of two slots (peer_memory.py), else
+into a receive posted before the micro-batch before is computed. Bytes of state per rank: 18 per parameter of its stage.
+The price is the bubble, and the slowest stage: the head weighs about a block, so the last stage gets fewer of them; a cut
+may go through a block, between attention and MLP.
 
 Papers: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., Megatron-LM (2104.04473), whose PipeDream-Flush is 1F1B.
 """
@@ -70,7 +72,7 @@ from launch import Run
 from meter import Meter, at, say
 from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, param_shapes, unit_names
 from optim import LossScaler, gradient_factor, lr_at
-from peer_memory import PeerMemory, Transfer, check_copy_engine, wanted
+from peer_memory import PeerMemory, Transfer, choose_copy_engine
 from train_ddp import DataParallel
 
 
@@ -94,7 +96,7 @@ def schedule(name: str, stage: int, stages: int, micro_batches: int, chunks: int
     no tags. Interleaved: micro-batch i in the stage's chunk c is the number c * micro_batches + i; stages divides micro_batches.
     """
     n = micro_batches * chunks
-    # forwards before the first backward; interleaved, the first micro-batches return from the last chunk so much later
+    # forwards before the alternation begins; interleaved, the first micro-batches return from the last chunk so much later
     warmup = n if name == "gpipe" else stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     warmup = min(warmup, n)
 
@@ -178,7 +180,7 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
             )
     elif parts > model_cfg.n_layer:
         raise UserError(
-            f"--pp (times --chunks) makes {parts} parts, each needs a block and the model has {model_cfg.n_layer}; "
+            f"--pp (times --chunks) makes {parts} parts and the model has {model_cfg.n_layer} blocks; "
             f"allowed is 1 to {model_cfg.n_layer} parts"
         )
     else:
@@ -203,17 +205,21 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
     return [range(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
 
 
+def blocks_of(part: range) -> Iterator[tuple[int, str]]:
+    """The blocks of a part in order, as (block, "" | "attention" | "mlp"): the whole, or which half of it."""
+    for i in range(part.start // 2, (part.stop + 1) // 2):
+        yield i, "mlp" if 2 * i not in part else "attention" if 2 * i + 1 not in part else ""
+
+
 def stage_units(model_cfg: ModelConfig, parts: list[range]) -> dict[str, list[str]]:
     """Parameters of the stage with these parts, by unit in the order of the forward pass; a tied embedding is on both ends."""
     first, last = parts[0].start == 0, parts[-1].stop == 2 * model_cfg.n_layer
     units = unit_names(model_cfg)
     held = {"embed": units["embed"]} if first else {}
-    for part in parts:
-        for i in range(part.start // 2, -(-part.stop // 2)):
-            halves = [half for j, half in ((2 * i, "attention"), (2 * i + 1, "mlp")) if j in part]
-            held.setdefault(f"block.{i}", []).extend(n for n in units[f"block.{i}"] if block_half(n) in halves)
+    for i, half in (block for part in parts for block in blocks_of(part)):
+        held[f"block.{i}"] = [n for n in units[f"block.{i}"] if half in ("", block_half(n))]
     if last:
-        held["head"] = units.get("head", [])
+        held["head"] = units["head"]
         if model_cfg.tie and not first:
             held["embed"] = units["embed"]
     return held
@@ -295,7 +301,7 @@ class Link:
     def isend(self, tensor: Tensor) -> None:
         """Start sending; the tensor is kept and must stay unchanged until the next isend, which waits for this one.
 
-        That wait is no bubble: by then the peer has had its receive posted since it took the message before.
+        That wait is no bubble: the peer has had its receive posted since it took the message before, if there was one.
         """
         if self.sent:
             with at("wait", self.what):
@@ -307,9 +313,9 @@ class Link:
 class PeerLink:
     """The same between GPUs that reach each other's memory: the sender's copy engine writes into one of two slots here.
 
-    A receive that NCCL has posted is a kernel that waits on multiprocessors which compute could use (13 % of them, measured).
-    Here nothing waits beside compute: the receiver looks for the signal when it needs the message, copies it out of the
-    slot and signals back that the slot is free. Messages 0, 2, 4, ... go through slot 0, the others through slot 1.
+    A receive that NCCL has posted is a kernel that waits on multiprocessors which compute could use (compute took 13 % longer).
+    Here the receiver looks for the signal when it needs the message, copies it out of the slot and signals back that the
+    slot is free; beside compute, one thread block waits if a sender is two messages ahead. Even messages go through slot 0.
     """
 
     def __init__(self, memory: PeerMemory, what: str, peer: int, run: Run):
@@ -322,14 +328,14 @@ class PeerLink:
     def expect(self, messages: int, early: bool) -> None:
         """Nothing to post: the sender writes when it likes."""
 
-    def slot(self, rank: int) -> tuple[Tensor, int, int]:
+    def next_slot(self, rank: int) -> tuple[Tensor, int, int]:
         """Where the next message lies on its receiver, and the channels of the signals that it is full and free again."""
         i, self.number = self.slots.start + self.number % 2, self.number + 1
         return self.memory.of[rank].view(4, *self.shape)[i], i, 4 + i
 
     def recv(self) -> Tensor:
         """(B, T, C) in the compute dtype, once it is there: the compute stream waits, not the host."""
-        slot, full, free = self.slot(self.memory.rank)
+        slot, full, free = self.next_slot(self.memory.rank)
         with at("recv", self.what, slot.nbytes):
             with at("bubble", self.what):
                 self.memory.wait(self.peer, full)
@@ -342,12 +348,11 @@ class PeerLink:
         if self.sent:
             with at("wait", self.what):
                 self.sent[1].wait()
-        first_use = self.number < 2
-        slot, full, free = self.slot(self.peer)
+        slot, full, free = self.next_slot(self.peer)
         with at("send", self.what, tensor.nbytes):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                if not first_use:
+                if self.number > 2:  # the first two found both slots free
                     self.memory.wait(self.peer, free)
                 slot.copy_(tensor, non_blocking=True)
                 self.memory.signal(self.peer, full)
@@ -372,24 +377,16 @@ class Pipeline(DataParallel):
     def connect(self, stage: int, pp: int, chunks: int) -> None:
         """The links to both neighbours; interleaved, the last stage's next is the first. Collective."""
         run, wraps = self.run, chunks > 1
-        if pp > 1 and wanted(run):
-            memory = PeerMemory(4 * math.prod(message_shape(run)), run.dtype, run)
-            first = run.rank - stage  # of this replica's ranks
+        memory = PeerMemory(4 * math.prod(message_shape(run)), run.dtype, run) if run.copy_engine else None
+        pairs = {}
+        for ends in [] if memory else [(s, (s + 1) % pp) for s in range(pp if wraps else pp - 1)]:
+            for what in ("activation", "gradient"):
+                pairs[what, ends] = subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
+        self.shake_hands(pairs, stage)
 
-            def link(what: str, ends: tuple[int, int]) -> PeerLink:
-                other = ends[1] if stage == ends[0] else ends[0]
-                return PeerLink(memory, what, first + other, run)
-        else:
-            every = [(s, (s + 1) % pp) for s in range(pp if wraps else pp - 1)]
-            pairs = {
-                (what, ends): subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
-                for ends in every
-                for what in ("activation", "gradient")
-            }
-            self.shake_hands(pairs, stage)
-
-            def link(what: str, ends: tuple[int, int]) -> Link:
-                return Link(pairs[what, ends], what, run)
+        def link(what: str, ends: tuple[int, int]) -> Link | PeerLink:
+            peer = run.rank - stage + (ends[1] if stage == ends[0] else ends[0])
+            return PeerLink(memory, what, peer, run) if memory else Link(pairs[what, ends], what, run)
 
         before, behind = ((stage - 1) % pp, stage), (stage, (stage + 1) % pp)
         if stage > 0 or wraps:
@@ -408,13 +405,14 @@ class Pipeline(DataParallel):
                 (dist.isend(token, group=group, group_dst=other) if sends else dist.irecv(token, group=group, group_src=other)).wait()
 
     def warm_up(self) -> None:
-        """Compile every part, forward and backward, before there are messages: compiling waits for the GPU, the GPU for the
-        receive that is posted, and the neighbour who should send is compiling too and waits for us."""
+        """Run every part forward and backward before there are messages: compiling, and loading a kernel, may wait for the GPU,
+        the GPU for a receive that is posted, and the neighbour who should send waits likewise for us."""
         cfg, run = self.run.cfg, self.run
         ids = torch.zeros(cfg.micro_batch, cfg.seq_len, dtype=torch.int64, device=run.device)
         keys = dropout_keys(cfg.seed, 0, ids[:, 0]) if run.model_cfg.dropout else None
-        self.first_micro, self.last_micro = True, False  # these gradients are overwritten by the first that counts
-        for chunk in range(len(self.parts)):
+        self.last_micro = False
+        for number in range(2 * len(self.parts)):
+            chunk, self.first_micro = number % len(self.parts), number < len(self.parts)  # gradients are copied, then added
             h = torch.zeros(cfg.micro_batch, cfg.seq_len, run.model_cfg.n_embd, dtype=run.dtype, device=run.device)
             with torch.no_grad():
                 self.forward(chunk, h, ids, ids, keys=None)  # as evaluation does
@@ -442,9 +440,7 @@ class Pipeline(DataParallel):
     def forward(self, chunk: int, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None) -> Tensor:
         """h (B, T, C) from the part before (the first takes x (B, T)) -> (B, T, C), in the last part the summed loss."""
         h = self.model.embed(x, keys) if self.is_first(chunk) else h
-        part = self.parts[chunk]
-        for i in range(part.start // 2, -(-part.stop // 2)):
-            half = "" if 2 * i in part and 2 * i + 1 in part else "attention" if 2 * i in part else "mlp"
+        for i, half in blocks_of(self.parts[chunk]):
             h = self.model.blocks[i](h, self.model.cos, self.model.sin, keys, half)
         return self.model.loss_sum(h, y) if self.is_last(chunk) else h
 
@@ -491,15 +487,15 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     P, wire = sum(sizes.values()), run.wire_dtype.itemsize
     boundary = math.prod(message_shape(run)) * compute
 
-    def activations(halves: int) -> int:
+    def activations(halves: int, recompute: str = cfg.recompute) -> int:
         part = dataclasses.replace(model_cfg, n_layer=halves / 2)
-        return int(activation_bytes(part, cfg.micro_batch, compute, cfg.recompute, cfg.compile))
+        return int(activation_bytes(part, cfg.micro_batch, compute, recompute, cfg.compile))
 
     kept, traffic = [], []
     for op, number in order:
         part = parts[number // run.accum]
         first, last = part.start == 0, part.stop == 2 * model_cfg.n_layer
-        size = activations(len(part)) + (0 if last else boundary - activations(0))  # no logits, but the output until it has arrived
+        size = activations(len(part)) - activations(0) + (activations(0, "none") if last else boundary)  # logits, or the output
         kept.append(size if op == "F" else -size)
         came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
         traffic += [("recv", what, boundary)] * (not came) + [("send", what, boundary)] * (not goes)
@@ -508,10 +504,13 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "moments": 2 * master * P,
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
-        f"activations of {most_in_flight(order) / chunks:g} micro-batches": max(accumulate(kept)),
+        f"activations of {most_in_flight(order) / chunks:g} micro-batches": max(accumulate(kept))
+        + activations(0)
+        - activations(0, "none"),  # the block that is made again
         # slots for two messages each way, or one posted receive each
-        "receive buffers": boundary * (4 if pp > 1 and wanted(run) else len({what for op, what, _ in traffic if op == "recv"})),
+        "receive buffers": boundary * (4 if run.copy_engine else len({what for op, what, _ in traffic if op == "recv"})),
         "gradients in passing": compute * max(sizes.values()),
+        "gradients on the wire": wire * P if wire != master else 0,
     }
     traffic += [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
     if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
@@ -551,7 +550,9 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
 def check(run: Run) -> None:
     """Raises UserError, before anything is built, for a cut or a link that cannot be had."""
     layout(run)
-    check_copy_engine(run)
+    if run.cfg.check_collectives and run.dp < run.world_size:
+        raise UserError("--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1")
+    choose_copy_engine(run, run.dp < run.world_size)
 
 
 # [same in every train_*.py
@@ -589,10 +590,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
     cfg.pp = run.world_size // run.dp
-    if cfg.check_collectives and cfg.pp > 1:
-        raise UserError("--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1")
     memory, traffic = predict(run)
-    say(f"gradients travel in {str(run.wire_dtype)[6:]}")
+    say(f"gradients travel in {str(run.wire_dtype)[6:]}, {cfg.schedule}")
+    for s, parts in enumerate(layout(run)[3]):
+        held = sum(predict(dataclasses.replace(run, rank=s))[0].values())
+        say(f"stage {s}: {blocks(parts)} blocks, {held / 1e9:.3f} GB predicted")
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -602,9 +604,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
         model.compile_blocks()
+    if run.device.type == "cuda":
         pipe.warm_up()
-    _, stage, chunks, stages = layout(run)
-    say(f"stages: {', '.join(map(blocks, stages))} blocks, {cfg.schedule}")
+    _, stage, chunks, _ = layout(run)
     order = schedule(cfg.schedule, stage, cfg.pp, run.accum, chunks)
 
     # [same in every train_*.py

@@ -522,6 +522,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile) // tp,
         "gathered inputs": (2 * m.n_layer + 1) * tokens * m.n_embd * compute * (tp - 1) // tp,  # kept, not gathered again
         "gradients in passing": compute * max(sizes.values()),
+        "gradients on the wire": wire * P if wire != master and dp > 1 else 0,
     }
 
     halves = [-(-cfg.micro_batch // 2), cfg.micro_batch // 2] if cfg.overlap and cfg.micro_batch > 1 else [cfg.micro_batch]

@@ -31,10 +31,11 @@ sends (N-1)/N of what it hands over, twice that in an all_reduce):
 (Stage 3 gathers a little less: the units at either end of a pass are still there at the start of the next, and the
 embedding needs no weights in backward.) Stages 0 and 1 send what was summed over micro-batches, in fp32. Stages 2 and 3
 send every micro-batch's gradient as it was computed, in bf16, and sum over ranks and micro-batches in fp32: nothing is lost.
-On one host both transfers go by the GPUs' copy engines (peer_memory.py), so that compute keeps every multiprocessor.
+On one host the reduce_scatter of stages 2 and 3 and the all_gather of stage 3 go by the GPUs' copy engines (peer_memory.py), so
+that compute keeps every multiprocessor.
 
 With --offload optimizer, masters and moments live in pinned host memory: gradient shards flow out behind backward, the
-CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates. At stages 1 and 2 the update of a
+CPU's cores run AdamW unit by unit, new weights flow back while the next unit updates. Below stage 3 the update of a
 unit waits for the next forward pass to reach it, so that the first units compute on the GPU while later ones update.
 
 Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2101.06840).
@@ -60,7 +61,7 @@ from launch import Run, all_gather_single
 from meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
-from peer_memory import PeerMemory, Transfer, check_copy_engine, wanted
+from peer_memory import PeerMemory, Transfer, choose_copy_engine
 
 
 @dataclass
@@ -123,13 +124,13 @@ class Zero:
         flats = flat_units(run)
         self.longest = max(flat.padded for flat in flats)
         self.wire_dtype = wire_dtype(run)
-        peers = self.stage >= 2 and wanted(run)
 
         def shared(numel: int, dtype: torch.dtype) -> tuple[PeerMemory | None, Tensor]:
-            memory = PeerMemory(numel, dtype, run) if peers else None
+            memory = PeerMemory(numel, dtype, run) if run.copy_engine else None
             return memory, memory.mine if memory else torch.zeros(numel, dtype=dtype, device=run.device)
 
-        self.shards: PeerMemory | None = None
+        self.shards: PeerMemory | None = None  # of the weights at stage 3; fulls: of whole gradients at stages 2 and 3
+        self.fulls: PeerMemory | None = None
         buffers: list[Tensor | None] = [None] * 3
         shards = [None] * len(flats)
         if self.stage == 3:
@@ -262,7 +263,7 @@ class Zero:
             work = None
         else:
             with at("reduce_scatter", unit.flat.name, full.nbytes):
-                if self.stage == 1 or self.fulls is None:
+                if self.fulls is None:
                     work = dist.all_to_all_single(received, full, group=group, async_op=True)
                 else:
                     a = full.storage_offset() + unit.first
@@ -305,12 +306,12 @@ class Zero:
 
     def culprit(self) -> str:
         """Collective: which parameter's gradient is not finite; from the second such step on, which rank brought it too."""
-        shards = ((u, p, t) for u in self.units for p, piece in u.flat.pieces("", u.grad_shard, u.first).items() for _, t in piece.boxes)
-        mine = next((name for _, name, t in shards if not t.isfinite().all()), None)
-        names, suspects = zip(*self.run.everyone((mine, self.suspects[:1])), strict=True)
+        shards = ((p, t) for u in self.units for p, piece in u.flat.pieces("", u.grad_shard, u.first).items() for _, t in piece.boxes)
+        mine = next((name for name, t in shards if not t.isfinite().all()), None)
+        everyone = self.run.everyone((mine, self.suspects[:1]))
         self.watch, self.suspects = True, []
-        found = [f"{names[0]} on rank {rank}" for rank, names in enumerate(suspects) if names]
-        return ", ".join(found) or next((name for name in names if name), "the sum over the ranks")
+        found = [f"{name} on rank {rank}" for rank, (_, suspects) in enumerate(everyone) for name in suspects]
+        return ", ".join(found) or next((name for name, _ in everyone if name), "the sum over the ranks")
 
     # -- the update --
 
@@ -568,7 +569,7 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=lambda run: check_copy_engine(run, possible=run.cfg.stage >= 2))
+    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=lambda run: choose_copy_engine(run, run.cfg.stage >= 2))
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")
