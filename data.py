@@ -326,6 +326,8 @@ class Batches:
         atexit.unregister(self.close)
         if self.workers:
             self.iterator._shutdown_workers()
+            for worker in self.workers:  # one that is stuck would be waited for at exit, for ever: deaf to SIGTERM, it has nothing to lose
+                worker.kill()
 
 
 def val_batches(

@@ -1,4 +1,4 @@
-"""Real processes for the tests: every multi-rank test runs on spawned gloo ranks, nothing is imitated."""
+"""Real processes for the tests: every multi-rank test runs on gloo ranks of its own, nothing is imitated."""
 
 import importlib
 import json
@@ -22,8 +22,15 @@ sys.path.insert(0, str(ROOT))
 
 import data
 
+# ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "torch.optim.adamw", "tiktoken", "numpy"])
+
 
 def _rank_main(rank: int, world_size: int, fn, args: tuple, folder: str, timeout: float) -> None:
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):  # the process it is forked from has those of an earlier test
+        stream.flush()
+        os.dup2(os.open(f"{folder}/printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     torch.set_num_threads(1)  # as torchrun does: two cores, several ranks
     os.environ.update(  # LOCAL_WORLD_SIZE 8: one thread each
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="8"
@@ -45,8 +52,7 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
     The first rank that failed is reported with its traceback; ranks still running after `timeout` seconds are a hang.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        procs = [context.Process(target=_rank_main, args=(r, world_size, fn, args, folder, timeout)) for r in range(world_size)]
+        procs = [CONTEXT.Process(target=_rank_main, args=(r, world_size, fn, args, folder, timeout)) for r in range(world_size)]
         for proc in procs:
             proc.start()
         end = time.time() + timeout
@@ -58,6 +64,8 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
             if proc.is_alive():
                 proc.kill()
             proc.join()
+        for printed in sorted(Path(folder).glob("printed-*")):
+            print(printed.read_text(), end="")
         errors = sorted(Path(folder).glob("error-*"), key=lambda f: float(f.read_text().split("\n", 1)[0]))
         if errors:
             raise AssertionError(f"{errors[0].name} (first of {len(errors)}):\n{errors[0].read_text()}")

@@ -5,7 +5,7 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 VARIANTS = {
     "plain": {},
-    "micro": {"micro_batch": "share"},
+    "micro": {"micro_batch": 1, "steps": 15},
     "tied, dropout": {"tie": True, "dropout": 0.1},
     "masked": {"data": "{folder}/masked", "micro_batch": "share"},
     "ring": {"allreduce": "ring"},
@@ -17,9 +17,11 @@ VARIANTS = {
 
 
 def variants(folder, world_size):
-    """VARIANTS with folder filled in, and a micro-batch of the rank's whole share of the batch where that is asked for."""
-    filled = {"{folder}/masked": f"{folder}/masked", "share": 12 // world_size}
-    return {name: {flag: filled.get(value, value) for flag, value in flags.items()} for name, flags in VARIANTS.items()}
+    """VARIANTS with folder filled in; a rank's share of the batch is two micro-batches, or one where that is asked for."""
+    share = 12 // world_size
+    filled = {"{folder}/masked": f"{folder}/masked", "share": share}
+    usual = {"micro_batch": share // 2 if share % 2 == 0 else 1}
+    return {name: usual | {flag: filled.get(value, value) for flag, value in flags.items()} for name, flags in VARIANTS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ VARIANTS = {
     "plain": {"micro_batch": 3},
     "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand"},
     "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
-    "gpipe": {"schedule": "gpipe", "data": "masked", "dropout": 0.1, "micro_batch": 3, "recompute": "full"},
+    "gpipe": {"schedule": "gpipe", "data": "masked", "dropout": 0.1, "micro_batch": 3, "recompute": "full", "steps": 20},
     "no overlap": {"overlap": False, "micro_batch": 6, "steps": 10},
     "tied, interleaved": {"schedule": "interleaved", "data": "masked", "tie": True, "dropout": 0.1, "eval_every": 7},
 }
@@ -220,7 +220,7 @@ def flags(folder, pp, dp, reference=False):
         else:
             more["pp"] = pp
             if name == "tied, interleaved":  # 6 parts, or 8 that do not fit: then 4 and one by one
-                more |= {"chunks": {2: 3, 3: 2}.get(pp, 1), "micro_batch": {(2, 1): 3, (3, 1): 2}.get((pp, dp), 1)}
+                more |= {"chunks": {2: 3, 3: 2}.get(pp, 1), "micro_batch": 3 if pp == 2 else 2}
     return found
 
 

@@ -14,7 +14,7 @@ from model import SIZES, n_params
 KINDS = {
     "plain": {},
     "tied, dropout": {"tie": True, "dropout": 0.1},
-    "accum": {"micro_batch": 3, "steps": 15},
+    "accum": {"micro_batch": 1, "steps": 15},
     "masked": {"data": "masked", "steps": 15},
     "recompute": {"recompute": "full", "dropout": 0.1, "steps": 15},
 }
@@ -34,8 +34,8 @@ def stages(folder, world_size):
         flags["data"] = f"{folder}/{flags.get('data', 'plain')}"
         flags["global_batch"] = 14 if world_size == 7 else 12
         flags |= {"steps": 10} if world_size == 7 else {}
-        if 12 // world_size % flags.get("micro_batch", 1):
-            flags["micro_batch"] = 1
+        share = flags["global_batch"] // world_size
+        flags.setdefault("micro_batch", share // 2 if share % 2 == 0 else 1)  # else two micro-batches a step
     return found
 
 
