@@ -25,22 +25,24 @@ HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 
 KINDS = {
     "plain": {},
     "tied, dropout": {"tie": True, "dropout": 0.1},
+    "short": {"steps": 15},
+    "short, tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
     "masked": {"data": "masked", "steps": 20},
     "norms dominate": {"steps": 10},
     "evaluated": {"data": "both", "steps": 6, "eval_every": 3},
 }
 TWO = {
     "plain": {"micro_batch": 6},
-    "plain, no overlap": {"micro_batch": 6, "overlap": False},
+    "short, no overlap": {"micro_batch": 6, "overlap": False},
     "tied, dropout": {"micro_batch": 3},  # halves of 2 and 1
-    "tied, dropout, full": {"micro_batch": 12, "recompute": "full"},
+    "short, tied, dropout, full": {"micro_batch": 12, "recompute": "full"},
     "masked, selective": {"micro_batch": 4, "recompute": "selective"},
     "norms dominate, one sequence": {"micro_batch": 1},
     "evaluated": {"micro_batch": 3},
 }
 FOUR = {
     "plain, tp 4": {"micro_batch": 12},
-    "plain, 2 x 2": {"tp": 2, "micro_batch": 6},
+    "short, 2 x 2": {"tp": 2, "micro_batch": 6},
     "tied, dropout, tp 4": {"micro_batch": 12},
     "tied, dropout, 2 x 2": {"tp": 2, "micro_batch": 3},
     "masked, 2 x 2": {"tp": 2, "micro_batch": 6},
