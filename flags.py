@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import signal
 import sys
 import typing
 from collections.abc import Callable
@@ -216,7 +217,8 @@ def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Frame of a command-line tool: a UserError becomes one line and exit code 2, Ctrl-C a quiet 130."""
+    """Frame of a command-line tool: a UserError becomes one line and exit code 2, Ctrl-C a quiet 130; `| head` ends it."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()
     except UserError as error:

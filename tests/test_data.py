@@ -675,6 +675,15 @@ def test_show_proves_the_ranks_disjoint(tmp_path):
     assert f"token {windows[0] * 16}\n{text[windows[0] * 16 :][:16]}\n" in run.stdout and "disjoint: 8 samples" in run.stdout
 
 
+def test_a_reader_that_stops_ends_it_quietly(tmp_path):
+    """`... | head -1`: no traceback about a broken pipe."""
+    folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 4000)
+    prepare(tmp_path, folder)
+    flags = f"--world 2000 --global-batch 4000 --micro-batch 1 --seq-len 16 {tmp_path / 'out'}"
+    run = subprocess.run(f"{sys.executable} data.py show --step 3 {flags} | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.startswith("rank 0: samples ") and run.stdout.count("\n") == 1 and not run.stderr
+
+
 def test_progress_is_at_most_one_line_a_second(tmp_path, capsys):
     write(tmp_path, a__jsonl=lines(*[{"text": "some words"}] * 2500))
     start = time.monotonic()
