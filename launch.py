@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -270,24 +271,26 @@ _preparations = itertools.count()  # main() may run many times in one job
 
 
 def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
-    """The first rank of each host runs prepare(), the others wait as long as it works: not in a collective, which has a limit. Its error
-    becomes theirs."""
+    """The run's first rank on each host runs prepare(), the others wait as long as it works: not in a collective, which has a limit. Its
+    error becomes theirs."""
     store = dist.distributed_c10d._get_default_store()
-    host = f"prepare/{os.environ.get('GROUP_RANK', 0)}/{next(_preparations)}"
-    if run.world_size == 1 or int(os.environ.get("LOCAL_RANK", run.rank)) == 0:
+    host = os.environ.get("GROUP_RANK", "0"), socket.gethostname()
+    places = run.everyone((host, f"prepare/{dist.get_rank()}/{next(_preparations)}"))
+    first, key = next((rank, key) for rank, (theirs, key) in enumerate(places) if theirs == host)
+    if run.rank == first:
         try:
             prepare()
-            store.set(host, "")
+            store.set(key, "")
         except BaseException as error:
-            store.set(host, f"rank {run.rank} could not prepare the corpus: {error}")
+            store.set(key, f"rank {run.rank} could not prepare the corpus: {error}")
             raise
     tenths = 0
-    while not store.check([host]):  # not store.wait: its time limit is the collectives'
+    while not store.check([key]):  # not store.wait: its time limit is the collectives'
         time.sleep(0.1)
         tenths += 1
         if tenths % 300 == 0:
             print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
-    if message := store.get(host).decode():
+    if message := store.get(key).decode():
         raise UserError(message)
 
 

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 from torch.distributed.run import get_args_parser
 
@@ -436,6 +438,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, to
     ours, theirs = final_weights(tmp_path / "run"), final_weights(toy / f"straight{ranks}")
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
+
+
+def prepared_by(rank, folder):
+    """Who prepares, and what the others get, in a job of three whose last two ranks make up the run."""
+    group = dist.new_group([1, 2], backend="gloo")
+    if rank == 0:
+        return None
+    run = launch.Run(launch.Config(data="here"), rank - 1, 2, torch.device("cpu"), group=group, control=group)
+    launch._one_prepares(run, lambda: Path(folder, f"made-by-{rank}").write_text(""))
+    seen = sorted(path.name for path in Path(folder).iterdir())
+
+    def fail():
+        raise UserError("no room")
+
+    try:
+        launch._one_prepares(run, fail)
+    except UserError as error:
+        return seen, str(error)
+
+
+def test_the_first_rank_of_a_run_prepares_for_the_others(tmp_path):
+    """Also where the run is a part of the job without the host's first rank; its error becomes theirs."""
+    _, first, second = run_ranks(3, prepared_by, str(tmp_path))
+    assert first == (["made-by-1"], "no room")
+    assert second == (["made-by-1"], "rank 0 could not prepare the corpus: no room")
 
 
 def test_a_signal_before_the_loop_ends_at_once(toy, tmp_path):
