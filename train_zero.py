@@ -397,7 +397,7 @@ class Zero:
         """
         run = self.run
         sizes = [flat.padded // (run.world_size if self.stage else 1) for flat in flats]
-        self.host = host_memory(4 * sum(sizes) * run.master_dtype.itemsize, self.cuda)  # kept: it is locked as long as this lives
+        self.host = host_memory(host_bytes(run), self.cuda)  # kept: it is locked as long as this lives
         arena, end = self.host.view(run.master_dtype), 0
 
         def take(like: Tensor) -> Tensor:
@@ -497,6 +497,11 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
     return order
 
 
+def host_bytes(run: Run) -> int:
+    """Of a rank's masters, two moments and gradients, when they are in host memory."""
+    return 4 * run.master_dtype.itemsize * sum(u.padded for u in flat_units(run)) // (run.world_size if run.cfg.stage else 1)
+
+
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     cfg, n, master, compute = run.cfg, run.world_size, run.master_dtype.itemsize, run.dtype.itemsize
@@ -573,6 +578,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")
+    if cfg.offload == "optimizer":
+        host, here = host_bytes(run) / 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        say(f"host memory: {host:.3f} GB a rank for masters, moments and gradients, {here * host:.3f} GB for this host's ranks")
     if cfg.offload == "optimizer" and run.device.type == "cuda":
         without = dataclasses.replace(run, cfg=dataclasses.replace(cfg, offload="none"))
         needed, card = sum(predict(without)[0].values()), torch.cuda.get_device_properties(run.device).total_memory
