@@ -321,7 +321,7 @@ class PeerLink:
     def __init__(self, memory: PeerMemory, what: str, peer: int, run: Run):
         self.memory, self.what, self.peer, self.number = memory, what, peer, 0
         self.shape = message_shape(run)
-        self.slots = slice(0, 2) if what == "activation" else slice(2, 4)  # of the receiver
+        self.base = 0 if what == "activation" else 2  # which two of the receiver's four slots
         self.stream = torch.cuda.Stream(run.device)
         self.sent: tuple[Tensor, Transfer] | None = None
 
@@ -330,7 +330,7 @@ class PeerLink:
 
     def next_slot(self, rank: int) -> tuple[Tensor, int, int]:
         """Where the next message lies on its receiver, and the channels of the signals that it is full and free again."""
-        i, self.number = self.slots.start + self.number % 2, self.number + 1
+        i, self.number = self.base + self.number % 2, self.number + 1
         return self.memory.of[rank].view(4, *self.shape)[i], i, 4 + i
 
     def recv(self) -> Tensor:
