@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data
+import meter
 
 # ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
 CONTEXT = mp.get_context("forkserver")
@@ -92,9 +93,19 @@ def toy_files(folder: Path, **model) -> None:
         data.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61, workers=1)
 
 
+def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.summary) -> None:
+    """Meter.summary(), and in every run of every test the bytes and calls that were counted in its last step are those predicted."""
+    if self.rows and not self.rows[-1]["skipped"]:
+        sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
+        counted = {op: traffic for op, traffic in self.step_traffic.items() if traffic[0]}
+        assert counted == {op: (len(s), sum(s)) for op, s in sizes.items()}, "counted is not what was predicted"
+    summary(self, memory, predicted)
+
+
 def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dict[str, list[dict]]:
     """Log rows of script.main for each named set of flags, one after the other in the same processes; run folders folder/NAME."""
     module = importlib.import_module(script)
+    meter.Meter.summary = checked_summary
     rows = {}
     for name, flags in variants.items():
         base = dict(
