@@ -175,8 +175,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as elsewhere:  # a Checkpointer writes into its folder, and this checkpoint may be read-only
         saver = Checkpointer(elsewhere)
-    saver.load(path, saved)  # pieces without boxes: every file is hashed, no tensor is read
-    saver.intact.add(path.resolve())  # so that the files are not hashed again for each tensor
+    saver.load(path, saved)  # pieces without boxes: every file is hashed, and not again for each tensor
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(saved[name].shape, dtype=saved[name].dtype)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import train_ddp
 import train_zero
 from flags import UserError
 from launch import Run
+from meter import Meter, at
 from model import SIZES, n_params
 
 KINDS = {
@@ -115,6 +117,16 @@ def test_measured_memory_is_what_the_formulas_say():
         predicted = sum(module.predict(run)[0].values()) / 1e9
         assert predicted == pytest.approx(row["predicted_gb"], abs=0.006), row
         assert predicted == pytest.approx(row["measured_gb"], rel=0.1), row
+
+
+def test_an_update_within_an_evaluation_is_the_optimizers_time():
+    """With offload the update waits for the next forward pass, which may be an evaluation's: it stays part of the step."""
+    run = Run(train_zero.Config(steps=1), 0, 1, torch.device("cpu"))
+    with Meter(run, 1) as meter:
+        with at("eval"), at("optimizer"):
+            time.sleep(0.05)
+        row = meter.log(0, 1.0, 1.0, 0.0, 1, 1.0, False)
+    assert row["optimizer_ms"] >= 50 and row["step_ms"] >= 50 and row["eval_ms"] < 50
 
 
 def refusal(rank, folder):
