@@ -267,9 +267,14 @@ def test_ranks_described_by_hand(toy, tmp_path):
     for job in missing:
         code, _, err = end(job)
         assert code == 2 and "error: 2 of 3 ranks arrived within 12 s, missing: [2]" in err, err
-    going = words(toy, tmp_path / "going", hang_timeout=12)
-    twice = [begin(0, script, *going, env=environment(rank, 2, free2)) for rank in (0, 1, 1)]
+    endless = words(toy, tmp_path / "going", hang_timeout=60, steps=1_000_000)  # however late the third process comes, the run still goes
+    twice = [begin(0, script, *endless, env=environment(rank, 2, free2)) for rank in (0, 1, 1)]
+    while not (ended := [job for job in twice if job.poll() is not None]) and time.time() - began < 80:
+        time.sleep(0.05)
+    for job in set(twice) - set(ended):
+        job.send_signal(signal.SIGTERM)
     ends = [end(job) for job in twice]
+    assert [code for code, _, _ in ends].count(2) == 1, ends
     assert any(code == 2 and "two processes came as RANK=1" in err for code, _, err in ends), ends
     wrong = {
         "MASTER_PORT": (environment(0, 2, "abc"), "invalid literal for int() with base 10: 'abc'"),
