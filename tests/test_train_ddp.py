@@ -8,11 +8,11 @@ VARIANTS = {
     "micro": {"micro_batch": 1, "steps": 15},
     "tied, dropout": {"tie": True, "dropout": 0.1},
     "masked": {"data": "{folder}/masked", "micro_batch": "share"},
-    "ring": {"allreduce": "ring"},
-    "central": {"allreduce": "central"},
-    "no overlap": {"overlap": False},
-    "recompute": {"recompute": "full", "dropout": 0.1},
-    "selective": {"recompute": "selective"},
+    "ring": {"allreduce": "ring", "steps": 15},
+    "central": {"allreduce": "central", "steps": 15},
+    "no overlap": {"overlap": False, "steps": 15},
+    "recompute": {"recompute": "full", "dropout": 0.1, "steps": 15},
+    "selective": {"recompute": "selective", "steps": 15},
 }
 
 

@@ -41,7 +41,7 @@ TWO = {
     "evaluated": {"micro_batch": 3},
 }
 FOUR = {
-    "plain, tp 4": {"micro_batch": 12},
+    "short, tp 4": {"micro_batch": 12},
     "short, 2 x 2": {"tp": 2, "micro_batch": 6},
     "tied, dropout, tp 4": {"micro_batch": 12},
     "tied, dropout, 2 x 2": {"tp": 2, "micro_batch": 3},

@@ -31,9 +31,9 @@ def stages(folder, world_size):
         for stage in (0, 1, 2, 3):
             found[f"{kind}, stage {stage}"] = {"stage": stage} | flags
     for stage in (1, 2, 3):
-        found[f"plain, stage {stage}, offload"] = {"stage": stage, "offload": "optimizer"}
-    found["plain, stage 3, no overlap"] = {"stage": 3, "overlap": False}
-    found["plain, stage 1, no overlap"] = {"stage": 1, "overlap": False}
+        found[f"accum, stage {stage}, offload"] = {"stage": stage, "offload": "optimizer", "steps": 15}
+    found["accum, stage 3, no overlap"] = {"stage": 3, "overlap": False, "steps": 15}
+    found["accum, stage 1, no overlap"] = {"stage": 1, "overlap": False, "steps": 15}
     for flags in found.values():
         flags["data"] = f"{folder}/{flags.get('data', 'plain')}"
         flags["global_batch"] = 14 if world_size == 7 else 12
