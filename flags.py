@@ -67,8 +67,8 @@ class Config:
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
     wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
-    overlap: bool = True  # send gradients while backward still runs
-    profile: bool = False  # write a torch profiler trace of a few steps into the run folder
+    overlap: bool = True  # communicate while there is compute to hide it behind; off: wait for every transfer at once
+    profile: bool = False  # write a torch profiler trace of the fifth step into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 
     given = frozenset()  # no flag (no annotation, so no field): names of those on the command line, set by parse_flags

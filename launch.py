@@ -1,7 +1,7 @@
 """How a run starts and ends: flags, process groups, start-up checks, signals, and the first error first.
 
 A script's `main(cfg, group=None)` calls start(), which leaves nothing to fail later: device, ranks, agreement of the
-flags, model, corpus and batch arithmetic are all checked before anything is built. `run_script(main, Config)` is the
+flags, model, corpus and batch arithmetic are all checked before anything is built. `run_script(main, Config, __doc__)` is the
 outer frame: it parses flags, opens the process group, and turns whatever goes wrong into one report, the first error
 first, and an exit code.
 """
@@ -177,7 +177,7 @@ def start(
     cfg = dataclasses.replace(cfg)
     device = pick_device(cfg)
     if not dist.is_initialized():
-        open_group(device, cfg.hang_timeout)
+        open_group(device, cfg.hang_timeout if cfg.hang_timeout > 0 else 60)  # what is not allowed is refused below, in one voice
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     control = group
     if device.type == "cuda":
@@ -365,6 +365,22 @@ def _banner(run: Run) -> None:
     )
 
 
+def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
+    """The group of the run's ranks that have this rank's colour; collective, and every rank is in exactly one.
+
+    All ranks make all of the groups: NCCL splits them off the job's communicator, with every rank of it taking part. When
+    the run is only a part of a job (gloo), the others are not here to do so; then torch names a group by how many groups
+    its members are in, which must therefore be the same number for all.
+    """
+    ranks = dist.get_process_group_ranks(run.group or dist.group.WORLD)
+    timeout = datetime.timedelta(seconds=run.cfg.hang_timeout)
+    groups = {}
+    for c in dict.fromkeys(map(colour, range(run.world_size))):
+        members = [job_rank for rank, job_rank in enumerate(ranks) if colour(rank) == c]
+        groups[c] = dist.new_group(members, timeout=timeout, use_local_synchronization=run.group is not None)
+    return groups[colour(run.rank)]
+
+
 def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
     """What --explain prints: predicted memory by term, the collectives of one step in order, the batch arithmetic."""
     _banner(run)
@@ -521,14 +537,15 @@ def _report(error: BaseException, main: Callable, alike: bool) -> None:
     else:
         summary = traceback.format_exception_only(error)[0].split("\n")[0]
         text = "".join(traceback.format_exception(error)).rstrip()
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # the words of torch on a CPU
+    words = "can't allocate memory|CUDA driver error: out of memory"  # torch on a CPU, symmetric memory
+    if isinstance(error, torch.OutOfMemoryError) or re.search(words, str(error)):
         summary = _out_of_memory(main.__globals__.get("predict"))
         text += f"\nerror: {summary}"
     first = [0 if alike else rank, summary]
     if dist.is_initialized() and several:
         try:
             store = dist.distributed_c10d._get_default_store()
-            secondary = "Connection closed by peer" in str(error) or "Connection reset" in str(error) or "NCCL" in type(error).__name__
+            secondary = isinstance(error, dist.DistBackendError) or re.search("Connection (closed by peer|reset)", str(error))  # NCCL, gloo
             deadline = time.time() + (3 if secondary else 0)
             while not store.check(["first_error"]) and time.time() < deadline:
                 time.sleep(0.05)  # the rank that closed the connection is about to say why

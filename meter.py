@@ -30,7 +30,7 @@ from flags import UserError
 if TYPE_CHECKING:
     from launch import Run
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "send", "recv")
 PARTS = {  # operation -> part of the step's time
     **dict.fromkeys(COLLECTIVES, "communication"),
     "wait": "communication",
@@ -41,6 +41,7 @@ PARTS = {  # operation -> part of the step's time
     "optimizer": "optimizer",
     "checkpoint": "checkpoint",
     "eval": "eval",
+    "other": "other",
 }
 BF16_PEAK = {  # dense bf16 FLOP/s by the maker's data sheet, looked up by a part of the device's name, first match
     "B200": 2250e12,
@@ -100,7 +101,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in BF16_PEAK.items() if part in name), None)
+    # whole words, and no variant of them: an H200 NVL or a GB200 is another card
+    return next((peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}\b(?! (?:NVL|PCIe|Ti|D|Laptop))", name)), None)
 
 
 class Meter:
@@ -124,9 +126,7 @@ class Meter:
         self.stream = torch.cuda.current_stream(self.run.device) if self.cuda else None
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.run.device)
-        self.stack = ["other"]
-        self.ops: list[str] = []
-        self.inside = 0  # how many collectives we are in
+        self.stack = ["other"]  # the operations we are in, outermost first
         self.pool: list[torch.cuda.Event] = []
         self.marks: list[tuple[str, object]] = []
         self._mark("other")
@@ -155,26 +155,22 @@ class Meter:
     def _enter(self, op: str, what: str, nbytes: int) -> None:
         if "eval" in self.stack and op != "optimizer":  # but an update that waited for a forward pass is
             op = "eval"  # what evaluation sends is not part of a step
-        if op in COLLECTIVES and not self.inside:  # what a collective of ours sends is not handed over once more
+        # what a collective of ours sends is not handed over once more
+        if op in COLLECTIVES and not any(outer in COLLECTIVES for outer in self.stack):
             self.bytes[op] += nbytes
             self.calls[op] += 1
             if self.run.cfg.check_collectives:
                 self._agree(op, what, nbytes)
-        self.inside += op in COLLECTIVES
-        self.ops.append(op)
-        self.stack.append(PARTS[op])
+        self.stack.append(op)
         self._mark(PARTS[op])
 
     def _leave(self) -> None:
         self.stack.pop()
-        self.inside -= self.ops.pop() in COLLECTIVES
-        self._mark(self.stack[-1])
+        self._mark(PARTS[self.stack[-1]])
 
     def _agree(self, op: str, what: str, nbytes: int) -> None:
         """All ranks tell what they are about to call; the first that differs is the bug, before it sums garbage."""
         self.sequence += 1
-        if op in ("send", "recv"):
-            return  # differs by rank on purpose
         mine, all_of_them = (self.sequence, op, what, nbytes), [None] * self.run.world_size
         dist.all_gather_object(all_of_them, mine, group=self.run.control)
         if any(theirs != mine for theirs in all_of_them):
@@ -183,7 +179,7 @@ class Meter:
 
     def _parts(self) -> dict[str, float]:
         """Seconds by part since the last call; they sum to the whole by construction."""
-        self._mark(self.stack[-1])
+        self._mark(PARTS[self.stack[-1]])
         if self.cuda:
             torch.cuda.synchronize(self.run.device)
         parts: dict[str, float] = defaultdict(float)
@@ -228,7 +224,7 @@ class Meter:
             peak_gb=self.peak_bytes() / 1e9,
             loss_scale=scale,
             skipped=skipped,
-            **{f"{part}_ms": parts[part] * 1e3 for part in dict.fromkeys((*PARTS.values(), "other"))},
+            **{f"{part}_ms": parts[part] * 1e3 for part in dict.fromkeys(PARTS.values())},
             **more,
         )
         self.rows.append(row)
@@ -290,7 +286,7 @@ class Meter:
         if not rows or self.run.rank:
             return
         total = sum(r[key] for r in rows for key in r if key.endswith("_ms") and key != "step_ms")
-        split = {part: sum(r[f"{part}_ms"] for r in rows) / total for part in dict.fromkeys((*PARTS.values(), "other"))}
+        split = {part: sum(r[f"{part}_ms"] for r in rows) / total for part in dict.fromkeys(PARTS.values())}
         say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items() if share >= 0.0005))
         rates = sorted(r["tok_s_gpu"] for r in rows)
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
@@ -310,8 +306,3 @@ def _step_of(line: str) -> int:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return 1 << 62  # a line cut short by a crash goes
-
-
-def read_log(folder: str) -> list[dict]:
-    """Rows of a run folder's log.jsonl."""
-    return [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]

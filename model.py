@@ -372,13 +372,13 @@ def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
 
 
-def unit_names(cfg: ModelConfig) -> dict[str, list[str]]:
-    """Parameters by unit, the portion that travels together: the embedding, each block, norm and head."""
-    units: dict[str, list[str]] = {}
-    for name in param_shapes(cfg):
+def unit_shapes(cfg: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """param_shapes by unit, the portion that travels together: the embedding, each block, norm and head."""
+    units: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in param_shapes(cfg).items():
         parts = name.split(".")
         unit = f"block.{parts[1]}" if parts[0] == "blocks" else "embed" if parts[0] == "tok_emb" else "head"
-        units.setdefault(unit, []).append(name)
+        units.setdefault(unit, {})[name] = shape
     return units
 
 

@@ -74,8 +74,8 @@ def flat_unit(name: str, shapes: dict[str, tuple[int, ...]], multiple: int = 1) 
 def adamw_step(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, decay: int, update: int, lr: float, cfg) -> None:
     """One AdamW update in place of 1-D buffers of equal length, float32 or float64; elements [0, decay) are decayed.
 
-    update: how many updates these moments have seen. torch's fused kernel, on CPU and CUDA: a shard's result is
-    bit-equal to the same elements of the whole (foreach differs from fused in the last bit, so it is never mixed in).
+    update: how many updates these moments have seen. torch's fused kernel, on CPU and CUDA (foreach differs from it in the last
+    bit). On a CPU the few elements behind a slice's last whole vector can differ in the last bit from the same ones in a whole.
     Reads 16 and writes 12 bytes per fp32 parameter.
     """
     decay = min(max(decay, 0), master.numel())

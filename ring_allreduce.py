@@ -66,24 +66,35 @@ SCRATCH = {}  # (device, dtype) -> receive buffer, kept between calls: a fresh o
 Plan = list[list[tuple[int, int, int, int]]]
 
 
-def reduce_scatter_plan(rank: int, N: int, both_ways: bool = False) -> Plan:
-    """Per step, the hops of this rank: (to rank, chunk sent, from rank, chunk received and added). Chunk c ends whole on rank c - 1.
+def ring_plan(rank: int, N: int, both_ways: bool = False, gather: bool = False) -> Plan:
+    """Per step, the hops of this rank: (to rank, chunk sent, from rank, chunk received, and added unless gather).
 
-    The sum for the owner starts `right` ranks to its left and `left` ranks to its right, so right + left = N - 1 ranks join it on the way.
-    One way, right = N - 1: at step s rank r sends chunk r - s.
+    Reduce-scatter: chunk c ends whole on rank c - 1; its sum starts `right` ranks to the left of that owner and `left` to its right, so
+    right + left = N - 1 ranks join it on the way. One way, right = N - 1: at step s rank r sends chunk r - s. All-gather: the same walk,
+    begun with the chunk that each rank owns.
     """
     right, left = (N // 2, (N - 1) // 2) if both_ways else (N - 1, 0)
-    to_right = [((rank + 1) % N, (rank + 1 + right - s) % N, (rank - 1) % N, (rank + right - s) % N) for s in range(right)]
-    to_left = [((rank - 1) % N, (rank + 1 - left + s) % N, (rank + 1) % N, (rank + 2 - left + s) % N) for s in range(left)]
+    a, b = (rank + 1, rank + 1) if gather else (rank + 1 + right, rank + 1 - left)  # the chunks sent first, to the right and to the left
+    to_right = [((rank + 1) % N, (a - s) % N, (rank - 1) % N, (a - 1 - s) % N) for s in range(right)]
+    to_left = [((rank - 1) % N, (b + s) % N, (rank + 1) % N, (b + 1 + s) % N) for s in range(left)]
     return [[to_right[s], *to_left[s : s + 1]] for s in range(right)]
 
 
-def all_gather_plan(rank: int, N: int, both_ways: bool = False) -> Plan:
-    """Per step, the hops of this rank: (to rank, chunk sent, from rank, chunk received). Starts from each rank owning chunk rank + 1."""
-    right, left = (N // 2, (N - 1) // 2) if both_ways else (N - 1, 0)
-    to_right = [((rank + 1) % N, (rank + 1 - s) % N, (rank - 1) % N, (rank - s) % N) for s in range(right)]
-    to_left = [((rank - 1) % N, (rank + 1 + s) % N, (rank + 1) % N, (rank + 2 + s) % N) for s in range(left)]
-    return [[to_right[s], *to_left[s : s + 1]] for s in range(right)]
+def _pieces(longest: int, itemsize: int, kind: str) -> tuple[int, int, int]:
+    """For chunks of at most `longest` elements: elements of a piece, pieces of a chunk, how many are received ahead of adding."""
+    piece = min(longest, PIECE_BYTES[kind] // itemsize)
+    n_pieces = math.ceil(longest / piece)
+    return piece, n_pieces, min(AHEAD, n_pieces - 1)  # piece p of a step sends what piece p received one step before: less than a step
+
+
+def extra_bytes(way: str, numel: int, itemsize: int, N: int, kind: str, fp32_partials: bool = False) -> int:
+    """Memory that way "ring" or "central" needs beside a tensor of numel elements on N ranks, kind "cpu" or "cuda"."""
+    if way == "central":
+        return numel * itemsize * (N > 1)  # on the group's rank 0
+    lanes = 2 if N > 2 and numel * itemsize <= BOTH_WAYS_BYTES else 1
+    wide = 4 if fp32_partials else itemsize
+    piece, _, ahead = _pieces(max(1, -(-numel // N)), wide, kind)
+    return (ahead + 1) * lanes * piece * wide * (N > 1) + numel * wide * fp32_partials
 
 
 def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable | None) -> int:
@@ -95,11 +106,10 @@ def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable |
         return 0
     chunks = flat.tensor_split(group.size())  # the first numel % N chunks hold one element more
     longest = max(1, chunks[0].numel())
-    piece = min(longest, PIECE_BYTES[flat.device.type] // flat.element_size()) if reduce else longest  # nothing to overlap in a gather
-    n_pieces = math.ceil(longest / piece)
-    ahead = min(AHEAD, n_pieces - 1)  # piece p of a step sends what piece p received one step before: look ahead less than a step
+    # a gather has nothing to overlap: whole chunks
+    piece, n_pieces, ahead = _pieces(longest, flat.element_size(), flat.device.type) if reduce else (longest, 1, 0)
     if reduce:
-        scratch = _scratch(flat, ahead + 1, 2, piece)
+        scratch = _scratch(flat, ahead + 1, len(plan[0]), piece)
     schedule = [(hops, p) for hops in plan for p in range(n_pieces)]
     in_flight = deque()
     sent = 0
@@ -144,7 +154,7 @@ def ring_reduce_scatter(
     """
     group = group or dist.group.WORLD
     rank, N = group.rank(), group.size()
-    sent = _walk(flat, reduce_scatter_plan(rank, N, both_ways), group, REDUCE[op])
+    sent = _walk(flat, ring_plan(rank, N, both_ways), group, REDUCE[op])
     whole = flat.tensor_split(N)[(rank + 1) % N]
     if op == "avg":
         whole.div_(N)  # once, by the owner, so that the copies are equal in every bit
@@ -154,7 +164,7 @@ def ring_reduce_scatter(
 def ring_all_gather(flat: Tensor, group: dist.ProcessGroup | None = None, both_ways: bool = False) -> int:
     """flat (n,), contiguous, chunk (r + 1) % N of it right on rank r: afterwards right everywhere. Returns bytes sent: (N-1)/N x size."""
     group = group or dist.group.WORLD
-    return _walk(flat, all_gather_plan(group.rank(), group.size(), both_ways), group, None)
+    return _walk(flat, ring_plan(group.rank(), group.size(), both_ways, gather=True), group, None)
 
 
 def _flatten(x: Tensor, op: str) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,9 @@ from checkpoint import Checkpointer, Piece
 from data import Batches, val_batches
 from launch import Run
 from meter import Meter, at, say
-from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, n_params, param_shapes, unit_names
+from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
-from ring_allreduce import central_all_reduce, ring_all_reduce
+from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
 
 
 @dataclass
@@ -60,7 +60,7 @@ def init_whole(out: Tensor, name: str, run: Run) -> None:
 class Bucket:
     """One unit's weights, optimizer state and gradients as flat buffers; the unit's parameters are views of `weights`."""
 
-    def __init__(self, unit: FlatUnit, run: Run, init: Callable[[Tensor, str, Run], None] = init_whole):
+    def __init__(self, unit: FlatUnit, run: Run, init: Callable[[Tensor, str, Run], None]):
         self.unit = unit
         self.master = torch.empty(unit.padded, dtype=run.master_dtype, device=run.device)
         for name in unit.shapes:
@@ -70,25 +70,31 @@ class Bucket:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.grad = torch.zeros_like(self.master)  # sum over micro-batches, then over ranks
         self.arrived = 0  # parameters whose gradient of this micro-batch is in
-        self.local_norm: Tensor | None = None
+        self.local_norms: list[Tensor] = []  # of each parameter's gradient here, before the sum over ranks
         self.work: dist.Work | None = None
         self.wire: Tensor = self.grad
+
+    def note_norms(self) -> None:
+        """Before the ranks' gradients are mixed: whose was not finite? For culprit()."""
+        self.local_norms = [torch.linalg.vector_norm(self.unit.view(self.grad, name)) for name in self.unit.shapes]
 
 
 class DataParallel:
     """Sums gradients over the ranks of `group`, bucket by bucket, while backward runs.
 
-    units: the parameters held here by unit, group: the ranks that hold the same; by default the whole model, and all ranks.
+    units: what is held here of the parameters, by unit and name, and init makes its initial values; group: the ranks that hold
+    the same. By default the whole model, and all ranks.
     """
 
-    def __init__(self, model: GPT, run: Run, units: dict[str, list[str]] | None = None, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self, model: GPT, run: Run, units: dict | None = None, group: dist.ProcessGroup | None = None, init: Callable = init_whole
+    ):
         self.run, self.cfg, self.group = run, run.cfg, group or run.group
-        shapes = param_shapes(run.model_cfg)
         me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         self.buckets: dict[str, Bucket] = {}
-        for unit, names in (units or unit_names(run.model_cfg)).items():
-            bucket = self.buckets[unit] = Bucket(flat_unit(unit, {n: shapes[n] for n in names}), run)
-            for name in names:
+        for unit, shapes in (units or unit_shapes(run.model_cfg)).items():
+            bucket = self.buckets[unit] = Bucket(flat_unit(unit, shapes), run, init)
+            for name in shapes:
                 param = model.set_param(name, bucket.unit.view(bucket.weights, name))
                 # fires when backward has finished this parameter's gradient: for a tied weight, after both its uses
                 param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: me.grad_ready(b, n, p))
@@ -108,7 +114,7 @@ class DataParallel:
 
     def all_reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over the ranks; finish() waits."""
-        bucket.local_norm = torch.linalg.vector_norm(bucket.grad)  # before it is mixed: whose gradient was not finite?
+        bucket.note_norms()
         bucket.wire = bucket.grad.to(self.run.wire_dtype)  # the bucket itself unless --wire narrows it
         with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
             if self.cfg.allreduce == "torch":
@@ -137,8 +143,8 @@ class DataParallel:
 
     def culprit(self) -> str:
         """Collective: which parameter's gradient is not finite, and which rank brought it."""
-        bad = [b for b in self.buckets.values() if not torch.isfinite(b.local_norm)]
-        mine = next((n for b in bad for n in b.unit.shapes if not b.unit.view(b.grad, n).isfinite().all()), None)
+        norms = ((name, norm) for b in self.buckets.values() for name, norm in zip(b.unit.shapes, b.local_norms, strict=True))
+        mine = next((name for name, norm in norms if not norm.isfinite()), None)
         found = [f"{name} on rank {rank}" for rank, name in enumerate(self.run.everyone(mine)) if name]
         return ", ".join(found) or "the sum over the ranks"
 
@@ -165,22 +171,30 @@ class DataParallel:
             bucket.weights.copy_(bucket.master)
 
 
-def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
-    """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
-    P, master, compute = n_params(run.model_cfg), run.master_dtype.itemsize, run.dtype.itemsize
-    shapes = param_shapes(run.model_cfg)
-    sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in unit_names(run.model_cfg).items()}
-    wire = run.wire_dtype.itemsize
+def bucket_bytes(run: Run, units: dict[str, dict[str, tuple[int, ...]]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that the buckets of these parameters take, by term; and the bytes each of them sends."""
+    master, compute, wire = run.master_dtype.itemsize, run.dtype.itemsize, run.wire_dtype.itemsize
+    sizes = {unit: sum(map(math.prod, shapes.values())) for unit, shapes in units.items()}
+    P = sum(sizes.values())
     memory = {
         "master weights": master * P,
         "moments": 2 * master * P,
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
-        "activations": activation_bytes(run.model_cfg, run.cfg.micro_batch, compute, run.cfg.recompute, run.cfg.compile),
         "gradients in passing": compute * max(sizes.values()),
         "gradients on the wire": wire * P if wire != master else 0,
     }
-    traffic = [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
+    return memory, {unit: wire * size for unit, size in sizes.items()}
+
+
+def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
+    """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
+    memory, sent = bucket_bytes(run, unit_shapes(run.model_cfg))
+    memory["activations"] = activation_bytes(run.model_cfg, run.cfg.micro_batch, run.dtype.itemsize, run.cfg.recompute, run.cfg.compile)
+    if run.cfg.allreduce != "torch":
+        largest, itemsize, partials = max(sent.values()), run.wire_dtype.itemsize, run.wire_dtype != run.master_dtype
+        memory["receive buffers"] = extra_bytes(run.cfg.allreduce, largest // itemsize, itemsize, run.world_size, run.device.type, partials)
+    traffic = [("all_reduce", unit, size) for unit, size in reversed(sent.items())]
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24)]
 
 

@@ -49,11 +49,10 @@ Papers: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., Megatron-LM (2
 """
 
 import dataclasses
-import datetime
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -70,7 +69,7 @@ from data import Batches, val_batches
 from flags import UserError
 from launch import Run
 from meter import Meter, at, say
-from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, param_shapes, unit_names
+from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, unit_shapes
 from optim import LossScaler, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine
 from train_ddp import DataParallel
@@ -211,13 +210,13 @@ def blocks_of(part: range) -> Iterator[tuple[int, str]]:
         yield i, "mlp" if 2 * i not in part else "attention" if 2 * i + 1 not in part else ""
 
 
-def stage_units(model_cfg: ModelConfig, parts: list[range]) -> dict[str, list[str]]:
+def stage_units(model_cfg: ModelConfig, parts: list[range]) -> dict[str, dict[str, tuple[int, ...]]]:
     """Parameters of the stage with these parts, by unit in the order of the forward pass; a tied embedding is on both ends."""
     first, last = parts[0].start == 0, parts[-1].stop == 2 * model_cfg.n_layer
-    units = unit_names(model_cfg)
+    units = unit_shapes(model_cfg)
     held = {"embed": units["embed"]} if first else {}
     for i, half in (block for part in parts for block in blocks_of(part)):
-        held[f"block.{i}"] = [n for n in units[f"block.{i}"] if half in ("", block_half(n))]
+        held[f"block.{i}"] = {n: shape for n, shape in units[f"block.{i}"].items() if half in ("", block_half(n))}
     if last:
         held["head"] = units["head"]
         if model_cfg.tie and not first:
@@ -236,22 +235,6 @@ def layout(run: Run) -> tuple[int, int, int, list[list[range]]]:
         )
     parts = cut(run.model_cfg, pp, chunks, cfg.stages)
     return pp, run.rank % pp, chunks, [parts[s::pp] for s in range(pp)]
-
-
-def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
-    """The group of the run's ranks that have this rank's colour; collective, and every rank is in exactly one.
-
-    All ranks make all of the groups: NCCL splits them off the job's communicator, with every rank of it taking part. When
-    the run is only a part of a job (gloo), the others are not here to do so; then torch names a group by how many groups
-    its members are in, which must therefore be the same number for all.
-    """
-    ranks = dist.get_process_group_ranks(run.group or dist.group.WORLD)
-    timeout = datetime.timedelta(seconds=run.cfg.hang_timeout)
-    groups = {}
-    for c in dict.fromkeys(map(colour, range(run.world_size))):
-        members = [job_rank for rank, job_rank in enumerate(ranks) if colour(rank) == c]
-        groups[c] = dist.new_group(members, timeout=timeout, use_local_synchronization=run.group is not None)
-    return groups[colour(run.rank)]
 
 
 def message_shape(run: Run) -> tuple[int, int, int]:
@@ -367,11 +350,11 @@ class Pipeline(DataParallel):
         pp, stage, chunks, parts = layout(run)
         self.parts = parts[stage]
         run.counts = stage == pp - 1  # it has the loss
-        super().__init__(model, run, stage_units(cfg, self.parts), subgroup(run, lambda r: r % pp) if pp > 1 else None)
+        super().__init__(model, run, stage_units(cfg, self.parts), launch.subgroup(run, lambda r: r % pp) if pp > 1 else None)
         self.connect(stage, pp, chunks)
         self.twin, self.is_copy = None, False  # the group of the two ranks that hold a tied embedding, and whether here is the second
         if cfg.tie and pp > 1:
-            ends = subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
+            ends = launch.subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
             self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
 
     def connect(self, stage: int, pp: int, chunks: int) -> None:
@@ -381,7 +364,7 @@ class Pipeline(DataParallel):
         pairs = {}
         for ends in [] if memory else [(s, (s + 1) % pp) for s in range(pp if wraps else pp - 1)]:
             for what in ("activation", "gradient"):
-                pairs[what, ends] = subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
+                pairs[what, ends] = launch.subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
         self.shake_hands(pairs, stage)
 
         def link(what: str, ends: tuple[int, int]) -> Link | PeerLink:
@@ -479,12 +462,9 @@ class Pipeline(DataParallel):
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes this rank holds by term, and its sends, receives and collectives of one step as (operation, what, payload bytes)."""
-    cfg, model_cfg, master, compute = run.cfg, run.model_cfg, run.master_dtype.itemsize, run.dtype.itemsize
+    cfg, model_cfg, compute = run.cfg, run.model_cfg, run.dtype.itemsize
     pp, stage, chunks, stages = layout(run)
     parts, order = stages[stage], schedule(cfg.schedule, stage, pp, run.accum, chunks)
-    shapes = param_shapes(model_cfg)
-    sizes = {unit: sum(math.prod(shapes[n]) for n in names) for unit, names in stage_units(model_cfg, parts).items()}
-    P, wire = sum(sizes.values()), run.wire_dtype.itemsize
     boundary = math.prod(message_shape(run)) * compute
 
     def activations(halves: int, recompute: str = cfg.recompute) -> int:
@@ -499,22 +479,17 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         kept.append(size if op == "F" else -size)
         came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
         traffic += [("recv", what, boundary)] * (not came) + [("send", what, boundary)] * (not goes)
-    memory = {
-        "master weights": master * P,
-        "moments": 2 * master * P,
-        "gradients": master * P,
-        "compute weights": 0 if compute == master else compute * P,
+    memory, sent = train_ddp.bucket_bytes(run, stage_units(model_cfg, parts))
+    memory |= {
         f"activations of {most_in_flight(order) / chunks:g} micro-batches": max(accumulate(kept))
         + activations(0)
         - activations(0, "none"),  # the block that is made again
         # slots for two messages each way, or one posted receive each
         "receive buffers": boundary * (4 if run.copy_engine else len({what for op, what, _ in traffic if op == "recv"})),
-        "gradients in passing": compute * max(sizes.values()),
-        "gradients on the wire": wire * P if wire != master else 0,
     }
-    traffic += [("all_reduce", unit, wire * size) for unit, size in reversed(sizes.items())]
+    traffic += [("all_reduce", unit, size) for unit, size in reversed(sent.items())]
     if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
-        traffic.append(("all_reduce", "tied embedding", master * sizes["embed"]))
+        traffic.append(("all_reduce", "tied embedding", run.master_dtype.itemsize * model_cfg.vocab_size * model_cfg.n_embd))
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24), ("all_reduce", "squared norm", 8)]
 
 
@@ -589,10 +564,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         return []
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
-    cfg.pp = run.world_size // run.dp
+    pp, stage, chunks, stages = layout(run)
     memory, traffic = predict(run)
     say(f"gradients travel in {str(run.wire_dtype)[6:]}, {cfg.schedule}")
-    for s, parts in enumerate(layout(run)[3]):
+    for s, parts in enumerate(stages):
         held = sum(predict(dataclasses.replace(run, rank=s))[0].values())
         say(f"stage {s}: {blocks(parts)} blocks, {held / 1e9:.3f} GB predicted")
     if cfg.explain:
@@ -606,8 +581,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         model.compile_blocks()
     if run.device.type == "cuda":
         pipe.warm_up()
-    _, stage, chunks, _ = layout(run)
-    order = schedule(cfg.schedule, stage, cfg.pp, run.accum, chunks)
+    order = schedule(cfg.schedule, stage, pp, run.accum, chunks)
 
     # [same in every train_*.py
     scaler = LossScaler(cfg)

@@ -36,7 +36,6 @@ Papers: Shoeybi et al., Megatron-LM (arXiv 1909.08053); Korthikanti et al., sequ
 """
 
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,9 +53,9 @@ from data import Batches, val_batches
 from flags import UserError
 from launch import Run, all_gather_single, reduce_scatter_single
 from meter import Meter, at, say
-from model import GPT, IGNORE, activation_bytes, dropout, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
-from optim import LossScaler, flat_unit, gradient_factor, lr_at
-from train_ddp import Bucket, DataParallel
+from model import GPT, IGNORE, activation_bytes, dropout, dropout_keys, flops_per_token, init_range, param_shapes, unit_shapes
+from optim import LossScaler, gradient_factor, lr_at
+from train_ddp import Bucket, DataParallel, bucket_bytes
 
 
 @dataclass
@@ -91,17 +90,13 @@ class Team:
 
 def make_groups(run: Run) -> tuple[Team, dist.ProcessGroup]:
     """Collective over the run's ranks -> the team of this rank, and the group of the ranks that hold the same slices."""
-    ranks = dist.get_process_group_ranks(run.group or dist.group.WORLD)
     tp = run.world_size // run.dp
-    teams = [ranks[i : i + tp] for i in range(0, len(ranks), tp)]  # neighbours: the fastest links, and the most bytes
-    replicas = [ranks[i::tp] for i in range(tp)]
-    backend = "nccl" if run.device.type == "cuda" else "gloo"
-    # every rank makes every group, in one order
-    team_groups, replica_groups = ([dist.new_group(members, backend=backend) for members in kind] for kind in (teams, replicas))
     beside = run.device.type == "cuda" and run.cfg.overlap
     # high priority: the few blocks of a collective go in front of the thousands of a matrix product
     stream = torch.cuda.Stream(run.device, priority=-1) if beside else None
-    return Team(tp, run.rank % tp, team_groups[run.dp_rank], stream), replica_groups[run.rank % tp]
+    # a team is neighbours: the fastest links, and the most bytes
+    team = Team(tp, run.rank % tp, launch.subgroup(run, lambda rank: rank // tp), stream)
+    return team, launch.subgroup(run, lambda rank: rank % tp)
 
 
 def check_layout(run: Run) -> None:
@@ -452,34 +447,25 @@ def slices(model: TensorParallelGPT) -> dict[str, Slice]:
     return found
 
 
-def bucket_names(parts: dict[str, Slice], cfg: gpt.ModelConfig) -> dict[str, list[str]]:
-    """Parameters by bucket: model.unit_names, but the norms, whose gradients are summed over all ranks, in one of their own."""
-    norms = [name for name, part in parts.items() if part.cut is None]
-    units = {unit: [n for n in names if n not in norms] for unit, names in unit_names(cfg).items()}
+def slice_shapes(parts: dict[str, Slice], cfg: gpt.ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """What is held by bucket: model.unit_shapes, but the norms, whose gradients are summed over all ranks, in one of their own."""
+    units = {unit: {n: parts[n].shape for n in names if parts[n].cut is not None} for unit, names in unit_shapes(cfg).items()}
+    norms = {name: part.shape for name, part in parts.items() if part.cut is None}
     ordered = {"embed": units.pop("embed"), "norms": norms} | units  # backward completes them in the reverse of this order
-    return {unit: names for unit, names in ordered.items() if names}
+    return {unit: shapes for unit, shapes in ordered.items() if shapes}
 
 
 class TensorParallel(DataParallel):
     """train_ddp's buckets, of slices: summed over the ranks that hold the same slice, and the norms' over all."""
 
     def __init__(self, model: TensorParallelGPT, run: Run, group: dist.ProcessGroup):
-        self.run, self.cfg, self.group, self.team = run, run.cfg, group, model.team
-        self.slices = slices(model)
-        me = weakref.proxy(self)
-        self.buckets: dict[str, Bucket] = {}
-        for unit, names in bucket_names(self.slices, run.model_cfg).items():
-            flat = flat_unit(unit, {n: self.slices[n].shape for n in names})
-            bucket = self.buckets[unit] = Bucket(flat, run, lambda out, name, run: self.slices[name].init(out, name, run))
-            for name in names:
-                param = model.set_param(name, bucket.unit.view(bucket.weights, name))
-                # fires once in backward, when both halves of the micro-batch have added to this gradient
-                param.register_post_accumulate_grad_hook(lambda p, b=bucket, n=name: me.grad_ready(b, n, p))
-        self.first_micro = self.last_micro = True
+        self.team, self.slices = model.team, slices(model)
+        held = slice_shapes(self.slices, run.model_cfg)
+        super().__init__(model, run, held, group, lambda out, name, run: self.slices[name].init(out, name, run))
 
     def all_reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over the ranks that hold the same; finish() waits."""
-        bucket.local_norm = torch.linalg.vector_norm(bucket.grad)  # before it is mixed: whose gradient was not finite?
+        bucket.note_norms()
         # one sum over teams and replicas at once: in two steps, copies could differ in the last bit
         group = self.run.group if bucket.unit.name == "norms" else self.group
         if dist.get_world_size(group) == 1:
@@ -510,24 +496,18 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     m, cfg, tp, dp = run.model_cfg, run.cfg, run.world_size // run.dp, run.dp
     master, compute = run.master_dtype.itemsize, run.dtype.itemsize
-    wire = run.wire_dtype.itemsize
     parts = slices(TensorParallelGPT(m, Team(tp, run.rank % tp, None, None)))
-    sizes = {unit: sum(math.prod(parts[n].shape) for n in names) for unit, names in bucket_names(parts, m).items()}
-    P, tokens = sum(sizes.values()), cfg.micro_batch * m.seq_len
-    memory = {
-        "master weights": master * P,
-        "moments": 2 * master * P,
-        "gradients": master * P,
-        "compute weights": 0 if compute == master else compute * P,
+    memory, sent = bucket_bytes(run, slice_shapes(parts, m))
+    memory["gradients on the wire"] *= dp > 1
+    tokens = cfg.micro_batch * m.seq_len
+    memory |= {
         "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile) // tp,
         "gathered inputs": (2 * m.n_layer + 1) * tokens * m.n_embd * compute * (tp - 1) // tp,  # kept, not gathered again
-        "gradients in passing": compute * max(sizes.values()),
-        "gradients on the wire": wire * P if wire != master and dp > 1 else 0,
     }
 
     halves = [-(-cfg.micro_batch // 2), cfg.micro_batch // 2] if cfg.overlap and cfg.micro_batch > 1 else [cfg.micro_batch]
     names, last = regions(m), 2 * m.n_layer
-    reduces = {u: [("all_reduce", u, wire * s)] if (run.world_size if u == "norms" else dp) > 1 else [] for u, s in sizes.items()}
+    reduces = {u: [("all_reduce", u, s)] if (run.world_size if u == "norms" else dp) > 1 else [] for u, s in sent.items()}
     traffic: list[tuple[str, str, int]] = []
     for micro in range(run.accum):
         sending = cfg.overlap and micro == run.accum - 1

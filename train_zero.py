@@ -59,7 +59,7 @@ from data import Batches, val_batches
 from deepspeed_json import read_deepspeed
 from launch import Run, all_gather_single
 from meter import Meter, at, say
-from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, param_shapes, unit_names
+from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine
 
@@ -137,13 +137,11 @@ class Zero:
             sizes = [flat.padded // run.world_size for flat in flats]
             self.shards, flat_shards = shared(sum(sizes), run.dtype)
             shards = flat_shards.split(sizes)
-            # a tied embedding is needed at both ends of the pass: its buffer is not shared
-            lengths = [self.longest, self.longest, flats[0].padded if run.model_cfg.tie else 0]
-            buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in lengths]
+            buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(flats, run.model_cfg.tie)]
         self.units: list[Unit] = []
         self.moments: list[tuple[Tensor, Tensor]] = []
         me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
-        take = self.open_host(flats) if self.cfg.offload == "optimizer" else None
+        take = self.open_host() if self.cfg.offload == "optimizer" else None
         for i, flat in enumerate(flats):
             unit = Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run)
             if take:  # at once: the GPU never holds two units' masters
@@ -390,13 +388,12 @@ class Zero:
 
     # -- offload --
 
-    def open_host(self, flats: list[FlatUnit]) -> Callable[[Tensor], Tensor]:
+    def open_host(self) -> Callable[[Tensor], Tensor]:
         """One pinned arena for masters, moments and arriving gradient shards -> what cuts the next piece, as long as a tensor, from it.
 
         bf16 weights go back to the GPU through two staging buffers.
         """
         run = self.run
-        sizes = [flat.padded // (run.world_size if self.stage else 1) for flat in flats]
         self.host = host_memory(host_bytes(run), self.cuda)  # kept: it is locked as long as this lives
         arena, end = self.host.view(run.master_dtype), 0
 
@@ -408,7 +405,8 @@ class Zero:
         if self.cuda:
             if torch.get_num_threads() > 4:  # an update waits for its slowest thread: leave cores to those that load data and drive the GPU
                 torch.set_num_threads(torch.get_num_threads() - 2)
-            self.staging = [torch.empty(max(sizes), dtype=run.dtype, pin_memory=True) for _ in range(2)]
+            longest = self.longest // (run.world_size if self.stage else 1)
+            self.staging = [torch.empty(longest, dtype=run.dtype, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]
             self.stream = torch.cuda.Stream()
         return take
@@ -473,14 +471,19 @@ class UseInBackward(torch.autograd.Function):
 
 
 def flat_units(run: Run) -> list[FlatUnit]:
-    """The units in the order of forward, padded so that every rank's shard has the same length (at stage 0 too: same bits)."""
-    shapes = param_shapes(run.model_cfg)
-    return [flat_unit(u, {n: shapes[n] for n in names}, run.world_size) for u, names in unit_names(run.model_cfg).items()]
+    """The units in the order of forward, padded so that every rank's shard has the same length (at stage 0 too: one layout for all)."""
+    return [flat_unit(unit, shapes, run.world_size) for unit, shapes in unit_shapes(run.model_cfg).items()]
 
 
 def wire_dtype(run: Run) -> torch.dtype:
     """In which gradients travel: as summed over the micro-batches (stage 0, 1), as computed (2, 3), or bf16 on demand."""
     return run.dtype if run.cfg.stage >= 2 and run.wire_dtype == run.master_dtype else run.wire_dtype
+
+
+def buffer_lengths(flats: list[FlatUnit], tied: bool) -> list[int]:
+    """Stage 3: elements of the two buffers that units take in turn, and of a tied embedding's own: both ends of a pass need it."""
+    longest = max(flat.padded for flat in flats[tied:])
+    return [longest, longest, flats[0].padded if tied else 0]
 
 
 def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]:
@@ -514,7 +517,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         "moments": home * 2 * master * shard,
         "gradients": master * (shard if cfg.stage >= 2 else P),
         "compute weights": compute * (shard if cfg.stage == 3 else P),
-        "weight buffers": compute * (2 * longest + run.model_cfg.tie * units[0].padded) if cfg.stage == 3 else 0,
+        "weight buffers": compute * sum(buffer_lengths(units, run.model_cfg.tie)) if cfg.stage == 3 else 0,
         # two units' gradients as they are sent (stage 0 and 1: only if --wire narrows them) and as they are received
         "gradient buffers": 2 * wire * longest * ((cfg.stage >= 2 or wire != master) + (cfg.stage >= 1 and n > 1)),
         "activations": activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute, cfg.compile),

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, run_ranks
 
+import ring_allreduce
 from flags import UserError
-from ring_allreduce import DTYPES, FLOATS, PIECE_BYTES, all_gather_plan, central_all_reduce, fit_link, reduce_scatter_plan, ring_all_reduce
+from ring_allreduce import DTYPES, FLOATS, PIECE_BYTES, central_all_reduce, extra_bytes, fit_link, ring_all_reduce, ring_plan
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -173,8 +174,8 @@ def test_narrow_dtypes_on_8_ranks() -> None:
 @pytest.mark.parametrize("N", [1, 2, 3, 4, 7, 8])
 def test_plans(N: int, both: bool) -> None:
     """Played on sets: who has been added to which chunk. Every contribution counts once, every send meets its receive."""
-    scatter = [reduce_scatter_plan(r, N, both) for r in range(N)]
-    gather = [all_gather_plan(r, N, both) for r in range(N)]
+    scatter = [ring_plan(r, N, both) for r in range(N)]
+    gather = [ring_plan(r, N, both, gather=True) for r in range(N)]
     held = [[[r] for _ in range(N)] for r in range(N)]  # held[rank][chunk] -> ranks summed in it
     for plans, adds in ((scatter, True), (gather, False)):
         assert len({len(plan) for plan in plans}) == 1 and len(plans[0]) == (N // 2 if both else N - 1)
@@ -190,6 +191,24 @@ def test_plans(N: int, both: bool) -> None:
     assert all(sorted(chunk) == list(range(N)) for rank in held for chunk in rank)
     if not both:
         assert scatter[0] == [[(1, -s % N, N - 1, (-s - 1) % N)] for s in range(N - 1)]
+
+
+def scratch_made(rank: int, N: int) -> list[tuple[int, int]]:
+    """Bytes of receive buffers that one call made, and what extra_bytes says it would."""
+    found = []
+    for numel, dtype in ((1000, torch.float32), (1_000_003, torch.float64), (40_000_000 // N, torch.float32), (5000, torch.bfloat16)):
+        ring_allreduce.SCRATCH.clear()
+        partials = dtype == torch.bfloat16
+        ring_all_reduce(torch.ones(numel, dtype=dtype), fp32_partials=partials)
+        made = sum(t.nbytes for t in ring_allreduce.SCRATCH.values()) + (4 * numel if partials else 0)
+        found.append((made, extra_bytes("ring", numel, dtype.itemsize, N, "cpu", partials)))
+    return found
+
+
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_memory_of_the_ring_is_predicted(N: int) -> None:
+    for found in run_ranks(N, scratch_made, N):
+        assert [made for made, _ in found] == [predicted for _, predicted in found] and (found[2][0] > 0) == (N > 1)
 
 
 def test_fit_finds_the_link() -> None:

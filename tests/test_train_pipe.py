@@ -17,7 +17,7 @@ import data
 import train_ddp
 import train_pipe
 from flags import UserError
-from model import SIZES, ModelConfig, flops_per_token, unit_names
+from model import SIZES, ModelConfig, flops_per_token, unit_shapes
 from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
 
 LAYERS = 7  # divides by none of 2, 3, 4 stages
@@ -145,7 +145,7 @@ def test_every_parameter_has_its_stage(tie):
     cfg = config(LAYERS, tie=tie)
     for stages in range(1, LAYERS + 1):
         held = [stage_units(cfg, [part]) for part in cut(cfg, stages)]
-        for name in (name for names in unit_names(cfg).values() for name in names):
+        for name in (name for names in unit_shapes(cfg).values() for name in names):
             where = [s for s, units in enumerate(held) if any(name in names for names in units.values())]
             assert where == ([0, stages - 1] if tie and name == "tok_emb.weight" and stages > 1 else where[:1]) and where
 
