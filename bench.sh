@@ -68,7 +68,7 @@ trap 'echo "stopped by a signal: the cells below are kept"; failed=1; exit 1' TE
 limited() { # limited LOG COMMAND...: in the background, so that a signal to this script ends it too
     local log=$1 code
     shift
-    timeout -k 15 "$LIMIT" "$@" >"$log" 2>&1 &
+    timeout -k 45 "$LIMIT" "$@" >"$log" 2>&1 &
     child=$!
     wait "$child"
     code=$?
@@ -103,7 +103,7 @@ cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that say
         return 0
     fi
     failed=1
-    if grep -qaiE 'out of memory|OutOfMemoryError' "$out.txt"; then
+    if [ "$name" != compute-only ] && grep -qaiE 'out of memory|OutOfMemoryError' "$out.txt"; then
         limited "$out.explain.txt" "${launcher[@]}" "${script[@]}" "${flags[@]}" --explain
         echo "FAILED    $name on $n does not fit: $(awk -v card="$card_bytes" '/^memory of one rank, GB:/ {
             printf "%.1f GB predicted, the card has %.1f GB: %.1f GB too much", $NF, card / 1e9, $NF - card / 1e9 }' "$out.explain.txt")"

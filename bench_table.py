@@ -129,6 +129,7 @@ def compute_only(cfg, group=None) -> list[dict]:
     from model import GPT, flops_per_token, init_range, param_shapes
 
     run = launch.start(cfg, __file__, group)
+    launch.own_folder(run)
     cfg = run.cfg
     model = GPT(run.model_cfg, cfg.recompute)
     for name, shape in param_shapes(run.model_cfg).items():

@@ -6,7 +6,7 @@
 The lesson: a checkpoint must not know how the run was sharded. Every tensor is stored under its name and its full shape, and each rank
 writes the boxes of it that it owns. A flat ZeRO shard is a range of the row-major flattening, which is at most three boxes of a matrix
 (rest of a row, whole rows, start of a row); a tensor-parallel slice is one box; a pipeline stage holds some of the names. Reading under
-another layout is then intersecting boxes: _read_boxes().
+another layout is then intersecting boxes: read_boxes().
 
 One checkpoint is one folder, complete or absent, in the format of torch.distributed.checkpoint (DCP), whose own tools read it too:
 
@@ -15,8 +15,9 @@ One checkpoint is one folder, complete or absent, in the format of torch.distrib
                     meta.json          everything that is no tensor: config, loss scaler, data fingerprint
                     checksums.json     size and SHA-256 of all the files above; written last, by rank 0, when all ranks are done
 
-It is written as .tmp-step_00001000, flushed to disk, read back and then renamed; `latest` is derived from the folder names and checksums,
-never stored. Loading runs no code from a file. DCP would: it unpickles `.metadata` freely, which here goes through an allow-list.
+It is written as .tmp-step_00001000, flushed to disk, its sizes and index checked, and then renamed; `latest` is derived from the folder
+names and checksums, never stored. Loading runs no code from a file. DCP would: it unpickles `.metadata` freely, which here goes through an
+allow-list.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
@@ -202,7 +203,7 @@ def _make_index(placed: list[tuple]) -> dcp.Metadata:
     return index
 
 
-def _read_boxes(path: Path, index: dcp.Metadata, pieces: dict[str, Piece]) -> None:
+def read_boxes(path: Path, index: dcp.Metadata, pieces: dict[str, Piece]) -> None:
     """Fills the boxes of `pieces` with what they share with the boxes stored in checkpoint `path`. UserError if these are no tensors."""
     for name, piece in pieces.items():
         for chunk in index.state_dict_metadata[name].chunks:
@@ -245,7 +246,7 @@ class _IndexUnpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def _read_index(path: Path) -> dcp.Metadata:
+def read_index(path: Path) -> dcp.Metadata:
     """DCP's index of a checkpoint. UserError if it holds anything but tensors whose boxes fill them and lie in this folder's files."""
     try:
         with open(path / ".metadata", "rb") as f:
@@ -257,7 +258,8 @@ def _read_index(path: Path) -> dcp.Metadata:
                 file = index.storage_data[dcp.MetadataIndex(name, chunk.offsets)].relative_path
                 if not re.fullmatch(r"__\d+_\d+\.distcp", file):
                     raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
-            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+            boxes = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in tensor.chunks}
+            if len(boxes) < len(tensor.chunks) or sum(boxes.values()) != math.prod(tensor.size):
                 raise ValueError(f"the boxes of {name!r} do not fill its shape {tuple(tensor.size)}")
     except Exception as e:  # a hostile or damaged pickle may raise anything
         raise UserError(f"{path / '.metadata'} is refused: {e}") from e
@@ -267,22 +269,25 @@ def _read_index(path: Path) -> dcp.Metadata:
 def describe(path: str | Path) -> dict[str, Piece]:
     """Name -> Piece without boxes, for every tensor of a checkpoint but the RNG states: what is in it. To load some of the names only, lay
     your own pieces over these: load(path, describe(path) | mine)."""
-    tensors = _read_index(Path(path)).state_dict_metadata.items()
+    tensors = read_index(Path(path)).state_dict_metadata.items()
     return {name: Piece(tuple(t.size), t.properties.dtype) for name, t in tensors if not name.startswith("rng.")}
 
 
 def _read_json(file: Path) -> dict:
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError) as e:
         raise UserError(f"{file} is not readable as JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds {str(found)[:40]}, expected an object")
+    return found
 
 
 def _manifest(path: Path) -> dict:
     if not (path / "checksums.json").is_file():
         raise UserError(f"{path} is no complete checkpoint, checksums.json is missing")
     manifest = _read_json(path / "checksums.json")
-    files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    files = manifest.get("files") if manifest.get("format") == FORMAT else None
     if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
         raise UserError(f"{path / 'checksums.json'} is no list of checksums of format {FORMAT}")
     return manifest
@@ -315,7 +320,7 @@ def verify(path: str | Path, rank: int = 0, world_size: int = 1) -> list[str]:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading leave Python's lock
             problems = [p for p in pool.map(lambda file: _damage(path / file[0], *file[1]), files) if p]
         if not problems and rank == 0:
-            _read_index(path)  # intact bytes may still be a hostile index
+            read_index(path)  # intact bytes may still be a hostile index
         return problems
     except UserError as e:
         return [str(e)] if rank == 0 else []
@@ -462,7 +467,7 @@ class Checkpointer:
         write("meta.json", meta.encode())
         manifest = {"format": FORMAT, "step": step, "world_size": self.world_size, "torch": torch.__version__, "files": files}
         write("checksums.json", json.dumps(manifest, indent=1).encode())
-        _read_index(tmp)
+        read_index(tmp)
         for name, (nbytes, _) in files.items():
             if (tmp / name).stat().st_size != nbytes:  # stat through this machine's eyes: a rank may have written elsewhere
                 raise UserError(f"{tmp / name} has {(tmp / name).stat().st_size} bytes, {nbytes} were written")
@@ -521,14 +526,14 @@ class Checkpointer:
             if problems := self._problems(path):
                 others = [p.name for p in steps(path.parent) if p != path]
                 raise UserError(f"{path} is not intact: {'; '.join(problems)}; others beside it: {', '.join(others) or 'none'}")
-            index, meta = _read_index(path), read_meta(path)  # just verified: what is refused here is refused on every rank
+            index, meta = read_index(path), read_meta(path)  # just verified: what is refused here is refused on every rank
             if problems := _misfits(describe(path), self._everywhere(lambda: _layout(tensors))):
                 raise UserError(f"{path} does not fit this run: {'; '.join(problems)}")
             rng = index.state_dict_metadata.get(f"rng.{self.rank}")
             if rng is not None and _manifest(path).get("world_size") == self.world_size:
                 meta["rng"] = torch.empty(rng.size, dtype=torch.uint8)
                 tensors = tensors | {f"rng.{self.rank}": whole_piece(meta["rng"])}
-            self._everywhere(lambda: _read_boxes(path, index, tensors))
+            self._everywhere(lambda: read_boxes(path, index, tensors))
         return meta
 
 
@@ -541,7 +546,8 @@ def host_memory(nbytes: int, page_locked: bool) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # locked pages cannot be shared: each loader worker's fork would copy all of them
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; locking would bring the pages in one by one
     cudart = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))

@@ -33,6 +33,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import time
@@ -101,6 +102,8 @@ class Tokens:
 
     def n_windows(self, T: int) -> int:
         """Windows of T tokens and their T next tokens: (n_tokens - 1) // T. UserError if there is none."""
+        if T < 1:
+            raise UserError(f"--seq-len {T}: allowed is 1 or more")
         if self.n_tokens < T + 1:
             files = ", ".join(f"{s.path} ({os.path.getsize(s.path)} bytes)" for s in self.shards[:3])
             raise UserError(f"{files}: {self.n_tokens} tokens of {self.dtype}; one window of seq_len {T} needs {T + 1}")
@@ -158,6 +161,8 @@ def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str,
 
 def split_files(path: Path, split: str) -> list[Path]:
     """The .bin files of a split: of a folder those with its name in theirs; for one train file its val file beside."""
+    if path.is_file() and path.suffix != ".bin":
+        raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
     if path.is_dir():
         return sorted(p for p in path.glob("*.bin") if split in p.name)
     other = path.with_name(path.name.replace("train", split))
@@ -173,6 +178,7 @@ def read_meta(path: str) -> tuple[Path, dict | None]:
         meta = json.loads((folder / "meta.json").read_text())
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
+        _ = [meta[name] for name in ("dtype", "tokenizer", "vocab_size", "splits", "key")]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}/meta.json is not usable ({error!r}): prepare the corpus again") from None
     return folder, meta
@@ -180,7 +186,7 @@ def read_meta(path: str) -> tuple[Path, dict | None]:
 
 class _NoCode(pickle.Unpickler):
     def find_class(self, module: str, name: str):
-        raise UserError(f"meta.pkl asks to run {module}.{name}: only plain dicts are read")
+        raise pickle.UnpicklingError(f"it asks to run {module}.{name}, only plain dicts are read")
 
 
 def open_tokens(path: str, split: str = "train") -> Tokens:
@@ -206,8 +212,11 @@ def open_tokens(path: str, split: str = "train") -> Tokens:
             raise UserError(f"{path}: files of different kinds for one split: {sorted(set(kinds))}")
         kind, extra = kinds[0], files[0].with_name("meta.pkl")
         if extra.exists():  # nanoGPT's character-level corpora
-            with open(extra, "rb") as f:
-                kind = kind[0], "characters", int(_NoCode(f).load()["vocab_size"])
+            try:
+                with open(extra, "rb") as f:
+                    kind = kind[0], "characters", int(_NoCode(f).load()["vocab_size"])
+            except Exception as error:  # a damaged pickle may raise anything
+                raise UserError(f"{extra} is refused: {error!r}") from None
     shards = [s for s in shards if s.n_tokens]
     if not shards:
         raise UserError(f"{path}: 0 tokens in its {split} files")
@@ -381,7 +390,8 @@ class Piece(NamedTuple):
     payload: str | np.ndarray  # text, or ready-made ids
     where: str  # for messages: file and line
     mask: np.ndarray | None = None  # for ids; 1: train on it
-    last: bool = True  # here the document ends
+    first: bool = True  # here the document begins
+    last: bool = True  # here it ends
 
 
 Bad = Callable[[str], None]  # what to do with a data error: raise, or count and go on
@@ -394,15 +404,15 @@ def border(text: str, limit: int) -> int:
 
 def cut(blocks: Iterable[str], where: str) -> Iterator[Piece]:
     """One text document, which may come in blocks, in pieces of about PIECE characters."""
-    text = ""
+    text, first = "", True
     for block in blocks:
         text, start = text + block, 0
         while len(text) - start > 2 * PIECE:
             stop = border(text, start + PIECE)
-            yield Piece(text[start:stop], where, last=False)
-            start = stop
+            yield Piece(text[start:stop], where, None, first, False)
+            start, first = stop, False
         text = text[start:]
-    yield Piece(text, where)
+    yield Piece(text, where, None, first)
 
 
 def decode(path: str, file: BinaryIO, bad: Bad) -> Iterator[str]:
@@ -446,27 +456,28 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
             bad(f"{where}: {error}")
 
 
-def parquet_column(path: str, field: str) -> Iterator:
+def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
-    table = pyarrow.parquet.ParquetFile(path, memory_map=True)
+    table = pyarrow.parquet.ParquetFile(file)
     if field not in table.schema_arrow.names:
         raise UserError(f"{path}: no column {field!r}, there are {table.schema_arrow.names}")
     for batch in table.iter_batches(batch_size=1024, columns=[field]):
         yield from batch.column(0)
 
 
-def read_ids(path: str, vocab_size: int | None) -> Iterator[Piece]:
+def read_ids(path: str, file: BinaryIO, vocab_size: int | None) -> Iterator[Piece]:
     try:
         if path.lower().endswith(".npy"):
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids = np.lib.format.open_memmap(path, mode="r")
         else:
             shard, (dtype, *_) = raw_shard(Path(path), "uint32" if (vocab_size or 0) > 1 << 16 else "uint16")
             ids = np.memmap(path, dtype, "r", shard.offset, (shard.n_tokens,)) if shard.n_tokens else np.empty(0, dtype)
         for a in range(0, max(1, ids.size), PIECE):
             part = check_ids(np.asarray(ids)[a : a + PIECE], a, vocab_size)
+            file.seek(a * ids.itemsize)  # only for the progress
             yield Piece(part, path, last=a + PIECE >= len(ids))
     except (ValueError, EOFError, IndexError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -494,7 +505,7 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
             raise UserError(f"{name}: no such file or folder")
         for folder, folders, names in os.walk(name):  # a file has none
             folders.sort()
-            for path in (os.path.join(folder, n) for n in sorted(names)):
+            for path in filter(os.path.isfile, (os.path.join(folder, n) for n in sorted(names))):  # no dead links, no pipes
                 if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
                     files.append(path)
                 else:
@@ -513,9 +524,9 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
         with open(path, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
             if name.endswith(IDS):
-                pieces = read_ids(path, vocab_size)
+                pieces = read_ids(path, raw, vocab_size)
             elif name.endswith(".parquet"):
-                pieces = read_rows(path, parquet_column(path, field), field, vocab_size, bad)
+                pieces = read_rows(path, parquet_column(path, raw, field), field, vocab_size, bad)
             elif name.removesuffix(".gz").endswith(LINES):
                 pieces = read_rows(path, file, field, vocab_size, bad)
             else:
@@ -532,7 +543,7 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
             except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, NotImplementedError) as error:  # the last two: pyarrow's
                 bad(f"{path}: damaged file: {' '.join(str(error).split())}")
                 if not last:  # the document that broke off still gets its end mark
-                    yield Piece("", path)
+                    yield Piece("", path, first=False)
         before += os.path.getsize(path)
 
 
@@ -572,7 +583,9 @@ def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_si
                 new = encode_text(encoding, new)
             except BaseException as error:  # tiktoken's Rust panics derive from BaseException alone; no Ctrl-C comes to a thread
                 bad(f"{piece.where}: the tokenizer cannot encode this ({type(error).__name__}: {str(error)[:120]})")
-                continue
+                if piece.first:
+                    continue
+                new = np.empty(0, dtype)  # of a long document the pieces before are written: it still gets its end mark
             new = np.concatenate([new, eot]) if piece.last else new
         ids.append(new)
         masks.append(np.ones(len(new), np.uint8) if piece.mask is None else piece.mask)
@@ -649,18 +662,22 @@ def prepare(
         raise UserError(f"{out} exists and is no prepared corpus: choose another --out")
     if not 0 <= val < 1:
         raise UserError(f"--val {val}: a share of the documents, 0 <= val < 1")
+    if min(1 if n is None else n for n in (workers, vocab_size)) < 1:
+        raise UserError(f"--workers {workers}, --vocab-size {vocab_size}: both must be 1 or more")
     encoding = load_tokenizer(tokenizer or "bytes")
     vocab = vocab_size or encoding.n_vocab
     dtype = "uint16" if vocab <= 1 << 16 else "uint32"
     splits = {split: {"tokens": 0, "documents": 0, "shards": []} for split in ("train", "val")}
-    skipped, seen = [], Counter()
+    skipped, seen = [], Counter()  # the first 1000 messages
 
     def bad(message: str) -> None:
         if on_error == "stop":
             raise UserError(f"{message} (--on-error skip goes on without it)")
-        skipped.append(message)
+        seen["skipped"] += 1
+        if len(skipped) < 1000:
+            skipped.append(message)
 
-    temporary = Path(f"{out.rstrip('/')}.tmp-{os.getpid()}")
+    temporary = Path(f"{out.rstrip('/')}.tmp-{socket.gethostname()}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     # threads, not processes: tiktoken drops the GIL, text need not be copied, and a small input does not wait for spawns
     workers = workers or os.cpu_count()
@@ -673,7 +690,7 @@ def prepare(
             append(temporary, split, splits[split], ids, mask)
             splits[split]["documents"] += documents
         if not splits["train"]["tokens"]:
-            count = f"{len(files)} files, {seen['empty']} empty documents, {len(skipped)} skipped {skipped[:1]}"
+            count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
             raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
         for shard in (s["shards"][0] for s in splits.values() if len(s["shards"]) == 1):  # the usual name, which nanoGPT reads too
             for kind in ("file", "mask"):
@@ -681,11 +698,15 @@ def prepare(
                     shard[kind] = (temporary / name).rename(temporary / name.replace("-00000", "")).name
         meta = {"format": FORMAT, "tokenizer": tokenizer or ("bytes" if seen["text"] else "ids"), "vocab_size": vocab}
         meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
-        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": len(skipped), "skipped_first": skipped[:1000], "key": key}
+        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped, "key": key}
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         for path in (*temporary.iterdir(), temporary):
             flush(path)
-        os.rename(temporary, folder)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if (read_meta(out)[1] or {}).get("key") != key:  # another process made the same corpus meanwhile
+                raise
         flush(folder.parent)
     except OSError as error:
         raise UserError(f"{error.filename or temporary}: {error.strerror or error}") from None
@@ -695,7 +716,7 @@ def prepare(
     counts = [f"{name} {s['tokens']:,} tokens in {s['documents']:,} documents" for name, s in splits.items()]
     print(f"{out}: {', '.join(counts)}; {vocab} ids, {dtype}", file=sys.stderr)
     if seen["empty"] or skipped or left:
-        counts = f"{seen['empty']} empty documents, {len(skipped)} skipped, files by suffix {dict(left)}"
+        counts = f"{seen['empty']} empty documents, {seen['skipped']} skipped, files by suffix {dict(left)}"
         print(f"left out: {counts}", *skipped[:20], sep="\nskipped: ", file=sys.stderr)
     if val and not splits["val"]["tokens"]:
         print("no val split: it is made of whole documents, and there is only one", file=sys.stderr)
@@ -714,6 +735,8 @@ def ensure_corpus(path: str) -> None:
 
 def show(path: str, step: int, world: int, global_batch: int, micro_batch: int, seq_len: int, seed: int, text: bool) -> None:
     """Print which windows the loader of each data-parallel rank reads in a step, and check them."""
+    if step < 0 or world < 1:
+        raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
     tokens, samples = open_tokens(path), []
     n_windows = tokens.n_windows(seq_len)
     encoding = load_tokenizer(tokens.tokenizer) if text else None

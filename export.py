@@ -17,16 +17,14 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import tiktoken
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import Checkpointer, Piece, describe, read_meta, steps, whole_piece
+from checkpoint import Piece, describe, read_boxes, read_index, read_meta, steps, verify, whole_piece
 from data import load_tokenizer
 from flags import UserError, run_cli
 from model import ModelConfig, load_config, param_shapes
@@ -171,15 +169,13 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
     problems += [f"{n} has shape {p.shape}, expected {shapes[n]}" for n, p in weights.items() if n in shapes and p.shape != shapes[n]]
     if problems:
         raise UserError(f"{path} does not fit the model in its meta.json: {'; '.join(problems[:20])}")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as elsewhere:  # a Checkpointer writes into its folder, and this checkpoint may be read-only
-        saver = Checkpointer(elsewhere)
-    saver.load(path, saved)  # pieces without boxes: every file is hashed, and not again for each tensor
+    if problems := verify(path):
+        raise UserError(f"{path} is not intact: {'; '.join(problems)}")
+    index = read_index(path)
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(saved[name].shape, dtype=saved[name].dtype)
-        saver.load(path, saved | {name: whole_piece(tensor)})
+        read_boxes(path, index, {name: whole_piece(tensor)})
         return tensor
 
     return cfg, read
@@ -187,12 +183,10 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
 
 def tokenizer_of(path: Path) -> str | None:
     """Tokenizer of a checkpoint's corpus, from the run folder around it; of an export, from its config.json. None: unknown or foreign."""
-    ours = (path / "meta.json").is_file()
-    file = path.resolve().parents[1] / "config.json" if ours else path / "config.json"
+    file, key = (path / "meta.json", "tokenizer") if (path / "meta.json").is_file() else (path / "config.json", "tiktoken_encoding")
     try:
-        facts = json.loads(file.read_text())
-        name = facts["data"]["tokenizer"] if ours else facts["tiktoken_encoding"]
-    except (OSError, ValueError, KeyError, TypeError):  # a checkpoint that was moved: any file may lie there, or none
+        name = json.loads(file.read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return name if name in ("bytes", *tiktoken.list_encoding_names()) else None  # "ids", "characters": nothing here can spell them
 

@@ -11,6 +11,7 @@ import datetime
 import faulthandler
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import torch
 import torch.distributed as dist
 
-from checkpoint import describe, read_meta
+from checkpoint import describe, read_meta, steps
 from data import Tokens, ensure_corpus, has_val, open_tokens
 from export import find_checkpoint, load_hf
 from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
@@ -103,6 +104,9 @@ def _on_signal(number: int, frame: object) -> None:
         os._exit(128 + number)
 
 
+LESS_THAN = {"beta1": ", less than 1", "beta2": ", less than 1", "scale_power": ", less than 128"}
+
+
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
@@ -140,6 +144,8 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         host = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
         raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})") from None
+    if not 0 < port < 1 << 16:
+        raise UserError(f"MASTER_PORT={port}: allowed is 1 to 65535")
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -191,6 +197,9 @@ def start(
     if differing:
         raise UserError(f"the ranks were started with different flags: {', '.join(map(_flag, differing))}")
 
+    for key in ("steps", "lr", "global_batch", "micro_batch"):  # 0 is what stands for "by size" when none is given
+        if key in cfg.given and not getattr(cfg, key):
+            raise UserError(f"{_flag(key)} 0: allowed is more than 0")
     cfg.model = cfg.model or ("tiny" if device.type == "cpu" else "124m")
     model_cfg = load_config(cfg.model)
     size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - model_cfg.n_embd))
@@ -210,9 +219,10 @@ def start(
     cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
     cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
     least = dict.fromkeys(("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0)
-    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout"), 1)).items():
-        if getattr(cfg, key) < value:
-            raise UserError(f"{_flag(key)} {getattr(cfg, key)}: allowed is {value} or more")
+    least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power"), 0)
+    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window"), 1)).items():
+        if not value <= getattr(cfg, key) < (1 if key in ("beta1", "beta2") else 128 if key == "scale_power" else math.inf):
+            raise UserError(f"{_flag(key)} {getattr(cfg, key)}: allowed is {value} or more" + LESS_THAN.get(key, ""))
     best = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     cfg.dtype = cfg.dtype or best
     run.dtype = getattr(torch, cfg.dtype)
@@ -295,13 +305,14 @@ def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
 
 
 def _open_run_folder(run: Run) -> None:
-    """Choose and create the run folder on rank 0, name it to all, write config.json."""
+    """Choose and create the run folder on rank 0, name it to all, write what will be config.json."""
     cfg, out, error = run.cfg, None, None
     if run.rank == 0:
         facts = {
             "config": dataclasses.asdict(cfg),
             "model": dataclasses.asdict(run.model_cfg),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "job": _job(),
             "world_size": run.world_size,
             "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
             "torch": torch.__version__,
@@ -313,8 +324,7 @@ def _open_run_folder(run: Run) -> None:
         try:
             out = Path(cfg.out) if cfg.out else _new_folder(run.script)
             out.mkdir(parents=True, exist_ok=True)
-            (out / ".config.json").write_text(json.dumps(facts, indent=1))
-            (out / ".config.json").replace(out / "config.json")
+            (out / ".config.json").write_text(json.dumps(facts, indent=1))  # see own_folder()
         except OSError as problem:
             error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
     error, out = run.everyone((error, out))[0]
@@ -324,16 +334,40 @@ def _open_run_folder(run: Run) -> None:
 
 
 def _new_folder(script: str) -> Path:
-    """runs/SCRIPT-DATE, the same one when torchrun starts the job again: the date is then torchrun's own start."""
-    began = time.time()
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
-        booted = int(re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.M)[1])
-        began = booted + ticks / os.sysconf("SC_CLK_TCK")
-    path = Path(f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}")
-    while path.exists() and not RESTARTS:  # two jobs of one second
-        path = path.with_name(path.name + "-2")
-    return path
+    """Make runs/SCRIPT-DATE; when torchrun starts the job again, the folder that it had before."""
+    if RESTARTS:
+        for file in Path("runs").glob(f"{script}-*/*config.json"):
+            if _job_of(file) == _job():
+                return file.parent
+    path = Path(f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}")
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # two jobs of one second
+            path = path.with_name(path.name + "-2")
+
+
+def _job() -> str | None:
+    """The torchrun that started this process, which stays the same when it starts the ranks again; None without one."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return None
+    parent = os.getppid()
+    began = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]  # clock ticks after boot
+    return f"{socket.gethostname()} {parent} {began}"
+
+
+def _job_of(facts: Path) -> str | None:
+    try:
+        return json.loads(facts.read_text())["job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def own_folder(run: Run) -> None:
+    """The run has begun, the folder's config.json is its own from here on: a run that is refused leaves another's as it was."""
+    if run.rank == 0:
+        Path(run.out, ".config.json").replace(Path(run.out, "config.json"))
 
 
 def git_commit() -> str | None:
@@ -427,19 +461,29 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     if cfg.save_every:
         saver.check_space(3 * run.master_dtype.itemsize * n_params(run.model_cfg))
     explicit = cfg.resume not in ("auto", "never")
-    newest = saver.latest() if not explicit or RESTARTS else None  # torchrun's restart goes on from what it saved itself
+    # torchrun has started us again, and before that we had begun: what is saved here is our own
+    again = run.everyone(bool(RESTARTS) and _job_of(Path(run.out, "config.json")) == _job())[0]
+    newest = saver.latest() if not explicit or again else None
     path = newest or (cfg.resume if explicit else None)
     if path is None:
+        if run.everyone(steps(saver.folder))[0]:
+            raise UserError(f"no checkpoint in {saver.folder} is intact (see above): repair or remove them, or give another --out")
         if cfg.init_from:
             _init_from(run, saver, strategy, pieces)
+        own_folder(run)
         return 0, 0
-    if cfg.resume == "never":
+    if cfg.resume == "never" and not again:
         raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
     if not Path(path).is_dir():
         raise UserError(f"--resume {path}: no such checkpoint; allowed are auto, never, or a step_... folder")
     saved = read_meta(path)
     if not {"step", "updates", "scaler", "config", "model", "data"} <= saved.keys():
         raise UserError(f"{path}: its meta.json is not one of a training run")
+    if newest is None and (later := run.everyone([p.name for p in steps(saver.folder) if int(p.name[5:]) > saved["step"]])[0]):
+        raise UserError(
+            f"--resume {path}: {saver.folder} holds later steps ({', '.join(later)}), from which a restart would go on; remove them or "
+            "give another --out"
+        )
     _same_model(run, path, saved)
     if saved["data"] != run.tokens.fingerprint:
         raise UserError(
@@ -460,6 +504,7 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     for key, old in saved["config"].items():
         if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
             say(f"resume: {_flag(key)} {old} -> {getattr(cfg, key)}")
+    own_folder(run)
     say(f"resume: going on from {path} at step {saved['step']}")
     if saved["step"] >= cfg.steps:
         say(f"resume: {saved['step']} steps are done and --steps is {cfg.steps}: nothing left to do")
@@ -501,6 +546,7 @@ def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
     """Everything around main(cfg): flags, signals, and an end on which all ranks agree. Exit code 0 only if all finished."""
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
         print_help(config, doc)
         return
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -93,7 +93,10 @@ def running() -> bool:
 def say(text: str) -> None:
     """A line on the screen, from rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # Ctrl-C ends the `tee` or `head` behind us too: the run goes on to save
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -24,8 +24,8 @@ ok() { printf 'ok      %s\n' "$*"; }
 bad() { printf 'FAILED  %s\n' "$*"; failed=1; }
 # the first error in a log, without torchrun's own summary of it
 reason() { grep -aE '(^|[] :])([Ee]rror|[A-Za-z.]+(Error|Exception)): ' "$1" | grep -avE 'ChildFailedError|elastic' | head -1 | cut -c1-200; }
-# --standalone: a free port, so that two runs at once do not meet; -k: a process that ignores the first signal goes too
-two() { timeout -k 10 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
+# --standalone: a free port, so that two runs at once do not meet; -k: torchrun itself ends ranks that ignore the first signal, after 30 s
+two() { timeout -k 45 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
 
 # --- the machine ---
 facts=$(timeout 120 "$PYTHON" - 2>&1 <<'END'

@@ -560,7 +560,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         micro_batches = cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8
         for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", cfg.chunks)):
             if micro_batches % (cfg.pp or 4) == 0 or chunks == 1:
-                print(draw(name, cfg.pp or 4, micro_batches, chunks))
+                say(draw(name, cfg.pp or 4, micro_batches, chunks))
         return []
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
@@ -661,7 +661,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 with at("eval"):
                     more["val_loss"] = evaluate(run, pipe)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
-            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+            if cfg.save_every and not scaler.stuck and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (

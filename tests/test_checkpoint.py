@@ -198,7 +198,7 @@ def test_any_layout_from_any_layout_bit_for_bit(tmp_path):
         assert {n for n in plain if not n.startswith("rng.")} == set(reference)
         assert all(same_bits(plain[name], t) for name, t in reference.items())
     # a replicated tensor is stored once: what three ranks wrote is the model once, plus some 2 kB per box for its archive
-    index = checkpoint._read_index(path)
+    index = checkpoint.read_index(path)
     assert [len(index.state_dict_metadata[n].chunks) for n in ("norm.weight", "scale")] == [1, 1]
 
 
@@ -501,7 +501,7 @@ def _reseal(path: Path) -> None:
 
 
 def _plant(path: Path, where: str, marker: Path) -> None:
-    index = checkpoint._read_index(path)
+    index = checkpoint.read_index(path)
     if where == "index is the bomb":
         (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
     elif where == "index holds the bomb":

@@ -196,8 +196,11 @@ def test_nanogpt_folder(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65, "itos": {0: "a"}}))
     assert data.open_tokens(str(tmp_path)).vocab_size == 65
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Path("x")}))
-    with refuses("meta.pkl asks to run"):
+    with refuses("meta.pkl is refused.*asks to run"):
         data.open_tokens(str(tmp_path))
+    (tmp_path / "book.txt").write_text("a text is no token file" * 100)
+    with refuses("prepare --out DIR"):
+        data.open_tokens(str(tmp_path / "book.txt"))
 
 
 def test_fingerprint_follows_the_content(tmp_path):
@@ -421,6 +424,11 @@ def test_the_default_corpus_is_made_once_and_again_when_stale(tmp_path, capsys):
     capsys.readouterr()
     data.ensure_corpus(path)
     assert os.stat(f"{path}/train.bin").st_mtime_ns == made and not capsys.readouterr().err
+    copy = str(tmp_path / "two" / "stdlib")
+    call = [sys.executable, "-c", f"import data; data.ensure_corpus({copy!r})"]
+    both = [subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # two jobs that start together
+    assert [(job.communicate(timeout=60)[1], job.returncode)[1] for job in both] == [0, 0]
+    assert data.open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
     meta = json.loads(Path(path, "meta.json").read_text())
     meta["key"]["sources"].popitem()
     Path(path, "meta.json").write_text(json.dumps(meta))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
@@ -33,7 +32,6 @@ def runs(tmp_path_factory):
     for name in KINDS:
         to_hf(find_checkpoint(folder / name), folder / f"{name}-hf", "float32")
     yield folder
-    dist.destroy_process_group()
 
 
 def masters(run: Path) -> dict[str, torch.Tensor]:

@@ -443,6 +443,19 @@ def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, to
         assert torch.equal(ours[name], tensor), name
 
 
+def test_ctrl_c_that_ends_tee_too_saves_all_the_same(toy, tmp_path):
+    job = begin(0, ROOT / "train_ddp.py", *words(toy, tmp_path / "run", steps=100_000))
+    while not (tmp_path / "run/log.jsonl").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.stdout.close()  # nobody reads what it prints from here on
+    time.sleep(0.1)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=30) == 128 + signal.SIGINT
+    (saved,) = (tmp_path / "run/ckpt").glob("step_*")
+    assert int(saved.name[5:]) == len((tmp_path / "run/log.jsonl").read_text().splitlines())
+
+
 def prepared_by(rank, folder):
     """Who prepares, and what the others get, in a job of three whose last two ranks make up the run."""
     group = dist.new_group([1, 2], backend="gloo")

@@ -176,14 +176,17 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
         "model": flags | {"resume": path, "model": f"{tmp_path}/deep.json"},
         "vocab": flags | {"resume": path, "vocab_size": 64},
         "nowhere": flags | {"resume": f"{tmp_path}/run/ckpt/step_00000099"},
-        "run": flags | {"resume": "never"},
         "weights": flags | {"init_from": path, "data": f"{tmp_path}/other", "steps": 1},
         "weights of a run": flags | {"init_from": f"{tmp_path}/run", "steps": 1},
         "other weights": flags | {"init_from": path, "model": f"{tmp_path}/short.json"},
         "no weights": flags | {"init_from": f"{tmp_path}/not-there"},
         "data's weights": flags | {"init_from": f"{tmp_path}/plain"},
     }
+    variants |= {"run": flags | {"resume": path}}  # back to an older step of the same folder: two branches in one
+    variants = {"never": flags | {"resume": "never", "out": f"{tmp_path}/run"}} | variants
+    before = (tmp_path / "run/config.json").read_text()
     found = run_ranks(1, refusals, "train_ddp", str(tmp_path), variants, timeout=100)[0]
+    assert (tmp_path / "run/config.json").read_text() == before  # what was refused has changed nothing
     screen = capfd.readouterr().out
     allowed = {name for name, error in found.items() if error is None}
     assert allowed == {"lr", "longer", "shorter", "weights", "weights of a run"}, found
@@ -193,7 +196,7 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
     assert "fingerprint" in found["corpus"] and f"{tmp_path}/other" in found["corpus"] and "--init-from" in found["corpus"]
     assert "n_layer was 2, is 3" in found["model"] and "vocab_size was 61, is 64" in found["vocab"]
     assert "step_00000099: no such checkpoint" in found["nowhere"]
-    assert "needs a folder of its own" in found["run"]
+    assert "needs a folder of its own" in found["never"] and "holds later steps (step_00000006)" in found["run"]
     assert "n_layer was 2, is 1" in found["other weights"]
     assert "no run folder, no checkpoint" in found["no weights"] and "is no complete checkpoint" in found["data's weights"]
     log = {name: [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in allowed - {"shorter"}}

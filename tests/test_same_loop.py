@@ -2,9 +2,11 @@
 
 import difflib
 import gc
+import importlib
 import re
 
 import pytest
+import torch.distributed as dist
 from harness import ROOT, run_ranks, toy_files, train
 
 from model import GPT
@@ -62,3 +64,23 @@ def test_main_leaves_nothing_behind(script, tmp_path):
     """main(cfg) can be called again: the memory of a run is free when it is over."""
     toy_files(tmp_path, n_layer=4)
     assert run_ranks(2, models_left, script, str(tmp_path)) == [0, 0]
+
+
+def two_ways(rank, script, folder, together):
+    """Losses of two runs of two ranks, seeds 0 and 1: at once in the halves of a job of four, or one after the other."""
+    module = importlib.import_module(script)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if together else [None, None]
+    found = {}
+    for seed in [rank // 2] if together else [0, 1]:
+        flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3)
+        flags |= dict(steps=5, workers=0, eval_every=0, save_every=0, tie=True, seed=seed, out=f"{folder}/{together}{seed}")
+        found[seed] = [row["loss"] for row in module.main(module.Config(**flags), groups[seed])]
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_two_runs_in_one_job(script, tmp_path):
+    """main(cfg, group) on parts of a job: each run is what it would be alone."""
+    toy_files(tmp_path, n_layer=4)
+    alone = run_ranks(2, two_ways, script, str(tmp_path), False)[0]
+    assert run_ranks(4, two_ways, script, str(tmp_path), True) == [{seed: alone[seed]} for seed in (0, 0, 1, 1)]

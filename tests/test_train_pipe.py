@@ -361,22 +361,6 @@ def test_any_layout_resumes_any(tmp_path):
     assert_follows(rows, one[0][8:12], {}, {}, 1e-9)
 
 
-def halves(rank, folder):
-    """Two pipelines of two stages at once, in the two halves of the job."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    base = dict(
-        model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3, steps=5,
-        workers=0, eval_every=0, save_every=0, tie=True,
-    )  # fmt: skip
-    return train_pipe.main(train_pipe.Config(**base, out=f"{folder}/half{rank // 2}"), groups[rank // 2])
-
-
-def test_two_pipelines_in_one_job(tmp_path):
-    toy_files(tmp_path, n_layer=LAYERS)
-    results = run_ranks(4, halves, str(tmp_path), timeout=60)
-    assert all([r["loss"] for r in rows] == [r["loss"] for r in results[0]] for rows in results)
-
-
 def poisoned(rank, folder):
     """A gradient of the middle stage is not finite in step 2: digests after each step, and the log."""
     states = []
