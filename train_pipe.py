@@ -661,7 +661,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 with at("eval"):
                     more["val_loss"] = evaluate(run, pipe)
             meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
-            if cfg.save_every and not scaler.stuck and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (
