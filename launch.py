@@ -104,9 +104,6 @@ def _on_signal(number: int, frame: object) -> None:
         os._exit(128 + number)
 
 
-LESS_THAN = {"beta1": ", less than 1", "beta2": ", less than 1", "scale_power": ", less than 128"}
-
-
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
@@ -219,10 +216,11 @@ def start(
     cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
     cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
     least = dict.fromkeys(("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0)
-    least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power"), 0)
+    least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power", "min_lr"), 0)
     for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window"), 1)).items():
-        if not value <= getattr(cfg, key) < (1 if key in ("beta1", "beta2") else 128 if key == "scale_power" else math.inf):
-            raise UserError(f"{_flag(key)} {getattr(cfg, key)}: allowed is {value} or more" + LESS_THAN.get(key, ""))
+        given, limit = getattr(cfg, key), {"beta1": 1, "beta2": 1, "scale_power": 128}.get(key, math.inf)
+        if not value <= given < limit:
+            raise UserError(f"{_flag(key)} {given}: allowed is {value} or more" + f", less than {limit}" * (given >= value))
     best = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     cfg.dtype = cfg.dtype or best
     run.dtype = getattr(torch, cfg.dtype)

@@ -99,11 +99,8 @@ def say(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """bf16 peak of this GPU; None for hardware the table does not know: no MFU rather than a wrong one."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+def peak_flops(name: str) -> float | None:
+    """bf16 peak of the GPU of this name; None for hardware the table does not know: no MFU rather than a wrong one."""
     # whole words, and no variant of them: an H200 NVL or a GB200 is another card
     return next((peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}\b(?! (?:NVL|PCIe|Ti|D|Laptop))", name)), None)
 
@@ -114,7 +111,7 @@ class Meter:
     def __init__(self, run: "Run", flops_per_token: int):
         self.run, self.flops_per_token = run, flops_per_token
         self.cuda = run.device.type == "cuda"
-        self.peak = peak_flops(run.device)
+        self.peak = peak_flops(torch.cuda.get_device_name(run.device)) if self.cuda else None
         self.rows: list[dict] = []
         self.bytes: dict[str, int] = defaultdict(int)  # of the current step
         self.calls: dict[str, int] = defaultdict(int)

@@ -140,7 +140,7 @@ class LossScaler:
         if self.stuck >= self.patience:
             raise UserError(
                 f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in {culprit}; "
-                "the last checkpoint is of before them (try a lower --lr, a longer --warmup-steps, or --dtype bfloat16)"
+                "none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or --dtype bfloat16)"
             )
 
     def state(self) -> dict:

@@ -1,5 +1,6 @@
 """checkpoint.py: boxes, any layout to any layout, complete or absent, damage, hostile files. Real ranks, files, signals and limits."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -514,6 +515,11 @@ def _plant(path: Path, where: str, marker: Path) -> None:
         place = index.storage_data[dcp_metadata.MetadataIndex("norm.weight", (0,))]
         place.relative_path = "../" + place.relative_path
         (path / ".metadata").write_bytes(pickle.dumps(index))
+    elif where == "index names a box twice":  # the first half, so that the numbers of elements add up
+        norm = index.state_dict_metadata["norm.weight"]
+        half = dataclasses.replace(norm.chunks[0], sizes=torch.Size([norm.size[0] // 2]))
+        norm.chunks = [half, half]
+        (path / ".metadata").write_bytes(pickle.dumps(index))
     elif where == "rank index":  # DCP reads it when .metadata fails
         (path / ".metadata").write_bytes(b"")
         (path / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
@@ -535,6 +541,7 @@ HOSTILE = {
     "index holds the bomb": ".metadata is refused: it asks for posix.mkdir",
     "index names a byte entry": ".metadata is refused: entry 'extra_state' is a pickled object",
     "index points elsewhere": ".metadata is refused: entry 'norm.weight' lies in '../__",
+    "index names a box twice": ".metadata is refused: the boxes of 'norm.weight' do not fill its shape",
     "rank index": ".metadata is refused",
     "shard": ".distcp is refused",
     "meta.json": "meta.json is not readable as JSON",

@@ -10,6 +10,7 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 import data
 from flags import DTYPES, Config, UserError
+from meter import peak_flops
 from model import GPT
 from optim import LossScaler, lr_at
 
@@ -316,3 +317,14 @@ def test_weight_decay_hits_the_matrices(tmp_path):
             else:
                 shrunk = initial[tensor] * (1 - 1e-3 * 10.0 * (value.dim() >= 2))
                 torch.testing.assert_close(value, shrunk, rtol=1e-15, atol=0, msg=lambda m, n=name, t=tensor: f"{n}, {t}: {m}")
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200 NVL", None), ("NVIDIA GB200", None), ("NVIDIA GeForce RTX 3090 Ti", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_no_mfu_rather_than_a_wrong_one(name, peak):
+    assert peak_flops(name) == peak
