@@ -263,6 +263,8 @@ def start(
 def _set_up_torch(cfg: Config, device: torch.device) -> None:
     if "LOCAL_WORLD_SIZE" in os.environ or "OMP_NUM_THREADS" not in os.environ:  # torchrun leaves one thread per process
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if cfg.compile:
+        torch.compiler.reset()  # what earlier runs of this process compiled counts against the variants that a block may have
     if device.type == "cpu":
         return
     torch.set_float32_matmul_precision("highest" if cfg.deterministic else "high")  # TF32 for --dtype float32

@@ -1,11 +1,13 @@
 """The loop is repeated in every training script on purpose: what must stay the same is the same, what differs is the idea."""
 
 import difflib
+import functools
 import gc
 import importlib
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import ROOT, run_ranks, toy_files, train
 
@@ -64,6 +66,20 @@ def test_main_leaves_nothing_behind(script, tmp_path):
     """main(cfg) can be called again: the memory of a run is free when it is over."""
     toy_files(tmp_path, n_layer=4)
     assert run_ranks(2, models_left, script, str(tmp_path)) == [0, 0]
+
+
+def compiled(rank, folder):
+    torch._dynamo.config.recompile_limit = 1
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")  # traced, but no code is generated
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    flags = {"compile": True, "steps": 1, "save_every": 0}
+    return train(rank, "train_ddp", folder, {f"of {T}": flags | {"seq_len": T} for T in (16, 32)})
+
+
+def test_each_run_compiles_for_itself(tmp_path):
+    """main(cfg) can be called again: what one run compiled does not count against the next one's limit, nor make its shapes dynamic."""
+    toy_files(tmp_path)
+    assert [len(rows) for rows in run_ranks(1, compiled, str(tmp_path))[0].values()] == [1, 1]
 
 
 def two_ways(rank, script, folder, together):
