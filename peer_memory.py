@@ -53,7 +53,7 @@ class Transfer:
 
 
 class PeerMemory:
-    """A buffer on every rank that all can read: `mine`, and `of[rank]`, 1-D tensors of `numel` elements.
+    """A buffer on every rank that all can read: `mine`, and `of[rank]`, 1-D tensors of `numel` elements; made by all at once.
 
     The memory lies outside torch's allocator; run.outside counts its bytes.
     """
@@ -66,6 +66,9 @@ class PeerMemory:
             self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
         except RuntimeError as error:  # a container may forbid what the cards could do
             raise UserError(f"the GPUs cannot map each other's memory ({error}); use --no-copy-engine") from None
+        self.handle.get_signal_pad(run.rank).zero_()  # it may have been an earlier run's, which ended with signals that nobody took
+        torch.cuda.synchronize(run.device)
+        run.everyone(None)
         self.rank = run.rank
         self.of: list[Tensor] = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(run.world_size)]
         self.stream = torch.cuda.Stream(run.device)
