@@ -7,8 +7,8 @@
 #     timeout 600 ./bench.sh                                 # the most important cells come first, the table is printed at the end
 #
 # A cell is a process of its own: 8 steps, the first 3 warm up, each timed with the GPU synchronised; at most LIMIT seconds.
-# Figures are kept in docs/results/scaling-MODEL-GPU.json and not measured again by a later call (delete the file to start
-# over; cells are told apart by their command). Exit code 0 only when every cell has its figure and the losses agree.
+# Figures are kept in docs/results/scaling-MODEL-BATCH-GPU.json, those with flags in a file of their own, and not measured again
+# by a later call (delete the file to start over). Exit code 0 only when every cell has its figure and the losses agree.
 # Without a GPU: model tiny over gloo, figures in runs/bench, and they mean nothing but that it works.
 set -u
 PYTHON=${PYTHON:-python3}
@@ -52,7 +52,7 @@ for n in $GPUS; do
 done
 mkdir -p "$RESULTS" "$OUT" || exit 2
 model=$(basename "$MODEL" .json)
-file=$RESULTS/scaling-$model-$(tr 'A-Z ' 'a-z-' <<<"$hardware").json
+file=$RESULTS/scaling-$model-$GLOBAL_BATCH-$(tr 'A-Z ' 'a-z-' <<<"$hardware")${*:+-$(cksum <<<"$*" | cut -d' ' -f1)}.json
 failed=0 child='' tried=''
 
 finish() { # on every way out: what was measured so far is a table

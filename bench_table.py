@@ -1,7 +1,7 @@
 """What bench.sh measured: a row per cell, the table, the picture; and the pass that only computes.
 
-    python bench_table.py table docs/results/scaling-6b-nvidia-h200.json                  # the table
-    python bench_table.py picture docs/results/scaling-6b-nvidia-h200.json docs/scaling.png
+    python bench_table.py table docs/results/scaling-6b-64-nvidia-h200.json               # the table
+    python bench_table.py picture docs/results/scaling-6b-64-nvidia-h200.json docs/scaling.png
     python bench_table.py compute-only --model 6b --global-batch 64 --steps 8 # one GPU, forward and backward, nothing kept
 
 A cell's figure is the median over its steps after the first WARM_UP, which compile and fill caches; its spread is the

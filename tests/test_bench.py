@@ -37,6 +37,12 @@ def first(tmp_path_factory):
     return folder, code, text
 
 
+def rows_file(out):
+    """The one file of rows in `out`: named after model, batch, hardware and a number that stands for the flags."""
+    (file,) = out.glob("scaling-toy-8-cpu-*.json")
+    return file
+
+
 def cells(text: str) -> list[tuple[str, str]]:
     """(outcome, cell) in order."""
     lines = [line.split() for line in text.splitlines()]
@@ -54,7 +60,7 @@ def test_failing_cell_does_not_stop_the_others(first):
 
 def test_rows_are_those_of_the_logs(first):
     folder, _, text = first
-    rows = json.loads((folder / "out" / "scaling-toy-cpu.json").read_text())
+    rows = json.loads(rows_file(folder / "out").read_text())
     assert [(r["strategy"], r["gpus"]) for r in rows] == [("single", 1), ("ddp", 2)]
     wanted = "model strategy gpus micro_batch accum tok_s_gpu mfu peak_gb hardware torch commit date command exposed_comm data_wait".split()
     for row in rows:
@@ -75,7 +81,7 @@ def test_rows_are_those_of_the_logs(first):
 def test_second_call_measures_nothing_again(first):
     folder, _, _ = first
     shutil.copytree(folder / "out", folder / "again")
-    file = folder / "again" / "scaling-toy-cpu.json"
+    file = rows_file(folder / "again")
     before = file.read_bytes(), (folder / "again" / "toy-ddp-2" / "log.jsonl").stat().st_mtime_ns
     code, text = finish(start(folder, "again", GPUS="2 1", STRATEGIES="ddp", MICRO="4 ddp=2"))
     assert cells(text) == [("kept", "single 1"), ("kept", "ddp 2")] and code == 0, text
@@ -85,7 +91,7 @@ def test_second_call_measures_nothing_again(first):
 def test_signal_ends_the_cell_and_prints_the_table(first):
     folder, _, _ = first
     shutil.copytree(folder / "out", folder / "stopped")
-    process = start(folder, "stopped", GPUS="2 1", STRATEGIES="ddp zero2", flags=("--seed", "7"))  # other flags: nothing is kept
+    process = start(folder, "stopped", GPUS="2 1", STRATEGIES="ddp zero2", MICRO="1")  # another command: nothing is kept
     log = folder / "stopped" / "toy-single-1.txt"
     log.unlink()
     while not log.exists():
@@ -97,6 +103,14 @@ def test_signal_ends_the_cell_and_prints_the_table(first):
     assert "stopped by a signal" in text and "| final loss |" in text  # of what was measured before
     left = subprocess.run(["pgrep", "-f", f"{folder}/stopped/toy-"], capture_output=True, text=True).stdout
     assert not left, "a run outlives the script"
+
+
+def test_flags_have_a_file_of_their_own(first):
+    folder, _, _ = first
+    shutil.copytree(folder / "out", folder / "flags")
+    code, text = finish(start(folder, "flags", GPUS="1", STRATEGIES="single", flags=("--seed", "7")))
+    assert code == 0 and cells(text) == [("measured", "single 1")], text
+    assert len(list((folder / "flags").glob("scaling-toy-8-cpu-*.json"))) == 2
 
 
 def test_time_limit_is_reported(first):
