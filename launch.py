@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Run:
     accum: int = 1  # micro-batches per rank and step
     out: str | None = None  # run folder
     script: str = ""
+    number: int = 0  # of runs that this process started before
     copy_engine: bool = False  # whether transfers go by copy engines (peer_memory.py)
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
     counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
@@ -87,7 +89,8 @@ class Run:
         return values
 
 
-RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # how many times torchrun has started this job again
+_job: dist.Store | None = None  # torchrun's own, which outlives the ranks: what they remember when they are started again
+_numbers = itertools.count()  # main() may run many times in one process
 _run: Run | None = None  # the last one started: what an error report can say about it
 _signal: int = 0
 
@@ -153,15 +156,38 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise UserError(f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone") from None
         raise UserError(f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}") from None
-    store = dist.PrefixStore(f"nanoshard/{RESTARTS}", tcp)
-    if store.add(f"arrived/{rank}", 1) > 1:
-        raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
+    store = _meet(dist.PrefixStore("nanoshard", tcp), rank, size, timeout_s, again=agent)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
+
+
+def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, again: bool) -> dist.Store:
+    """Wait until all ranks are here -> the part of the store that is theirs. again: the store may hold what earlier ranks left.
+
+    torchrun starts ranks again at the same store, and how often differs from host to host (pytorch#147064). So each process calls
+    itself by a random name, and rank 0 tells its own to those that are there now: that is the name of the attempt.
+    """
+    global _job
+    _job = store if again else None
     deadline = time.time() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
-    while missing := [r for r in range(size) if not store.check([f"arrived/{r}"])]:
+    name = uuid.uuid4().hex
+    if again and rank:
+        store.set(f"here/{rank}", name)
+        while not store.check([f"attempt/{name}"]):
+            if time.time() > deadline:
+                raise UserError(f"rank 0 did not arrive within {timeout_s} s")
+            time.sleep(0.05)
+        name = store.get(f"attempt/{name}").decode()
+    ours = dist.PrefixStore(name if again else "all", store)
+    if ours.add(f"arrived/{rank}", 1) > 1:
+        raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
+    while missing := [r for r in range(size) if not ours.check([f"arrived/{r}"])]:
+        for r in missing if again and rank == 0 else []:
+            if store.check([f"here/{r}"]):
+                store.set(f"attempt/{store.get(f'here/{r}').decode()}", name)
         if time.time() > deadline:
             raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
         time.sleep(0.05)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
+    return ours
 
 
 def start(
@@ -187,7 +213,7 @@ def start(
         limit = datetime.timedelta(seconds=cfg.hang_timeout)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=group is not None)
-    run = Run(cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem)
+    run = Run(cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem, number=next(_numbers))
 
     everyones = run.everyone(cfg)
     differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(theirs, f.name)) for theirs in everyones}) > 1]
@@ -277,15 +303,12 @@ def _set_up_torch(cfg: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-_preparations = itertools.count()  # main() may run many times in one job
-
-
 def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
     """The run's first rank on each host runs prepare(), the others wait as long as it works: not in a collective, which has a limit. Its
     error becomes theirs."""
     store = dist.distributed_c10d._get_default_store()
     host = os.environ.get("GROUP_RANK", "0"), socket.gethostname()
-    places = run.everyone((host, f"prepare/{dist.get_rank()}/{next(_preparations)}"))
+    places = run.everyone((host, f"prepare/{dist.get_rank()}/{run.number}"))
     first, key = next((rank, key) for rank, (theirs, key) in enumerate(places) if theirs == host)
     if run.rank == first:
         try:
@@ -312,7 +335,6 @@ def _open_run_folder(run: Run) -> None:
             "config": dataclasses.asdict(cfg),
             "model": dataclasses.asdict(run.model_cfg),
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "job": _job(),
             "world_size": run.world_size,
             "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
             "torch": torch.__version__,
@@ -322,9 +344,10 @@ def _open_run_folder(run: Run) -> None:
             "data": {"path": cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
         }
         try:
-            out = Path(cfg.out) if cfg.out else _new_folder(run.script)
+            out = Path(cfg.out or _recall(run, "folder") or _new_folder(run.script))
             out.mkdir(parents=True, exist_ok=True)
             (out / ".config.json").write_text(json.dumps(facts, indent=1))  # see own_folder()
+            _remember(run, "folder", str(out))
         except OSError as problem:
             error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
     error, out = run.everyone((error, out))[0]
@@ -334,11 +357,6 @@ def _open_run_folder(run: Run) -> None:
 
 
 def _new_folder(script: str) -> Path:
-    """Make runs/SCRIPT-DATE; when torchrun starts the job again, the folder that it had before."""
-    if RESTARTS:
-        for file in Path("runs").glob(f"{script}-*/*config.json"):
-            if _job_of(file) == _job():
-                return file.parent
     path = Path(f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}")
     while True:
         try:
@@ -348,26 +366,22 @@ def _new_folder(script: str) -> Path:
             path = path.with_name(path.name + "-2")
 
 
-def _job() -> str | None:
-    """The torchrun that started this process, which stays the same when it starts the ranks again; None without one."""
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return None
-    parent = os.getppid()
-    began = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]  # clock ticks after boot
-    return f"{socket.gethostname()} {parent} {began}"
+def _remember(run: Run, what: str, value: str) -> None:
+    """On the run's rank 0: note something that this run finds again when torchrun has started the ranks anew."""
+    if _job:
+        _job.set(f"{what}/{dist.get_rank()}/{run.number}", value)
 
 
-def _job_of(facts: Path) -> str | None:
-    try:
-        return json.loads(facts.read_text())["job"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _recall(run: Run, what: str) -> str | None:
+    key = f"{what}/{dist.get_rank()}/{run.number}"
+    return _job.get(key).decode() if _job and _job.check([key]) else None
 
 
 def own_folder(run: Run) -> None:
     """The run has begun, the folder's config.json is its own from here on: a run that is refused leaves another's as it was."""
     if run.rank == 0:
         Path(run.out, ".config.json").replace(Path(run.out, "config.json"))
+        _remember(run, "begun", run.out)
 
 
 def git_commit() -> str | None:
@@ -462,7 +476,7 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
         saver.check_space(3 * run.master_dtype.itemsize * n_params(run.model_cfg))
     explicit = cfg.resume not in ("auto", "never")
     # torchrun has started us again, and before that we had begun: what is saved here is our own
-    again = run.everyone(bool(RESTARTS) and _job_of(Path(run.out, "config.json")) == _job())[0]
+    again = run.everyone(_recall(run, "begun") == run.out)[0]
     newest = saver.latest() if not explicit or again else None
     path = newest or (cfg.resume if explicit else None)
     if path is None:

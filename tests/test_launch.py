@@ -472,7 +472,7 @@ def prepared_by(rank, folder):
         raise UserError("no room")
 
     try:
-        launch._one_prepares(run, fail)
+        launch._one_prepares(dataclasses.replace(run, number=1), fail)
     except UserError as error:
         return seen, str(error)
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -253,6 +254,39 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
     whole = [json.loads(line) for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()]
     assert rows_of(rows) == rows_of(whole) and len(rows) == 40
     same_tensors(final_weights(tmp_path / "killed"), final_weights(tmp_path / "whole"))
+
+
+def test_restart_over_two_hosts(tmp_path):
+    """I9: the host whose rank died counts the restart, the other does not; both go on in the folder they had, also under --resume never."""
+    toy_files(tmp_path)
+    flags = {
+        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12", "--steps": "60",
+        "--workers": "0", "--save-every": "5", "--eval-every": "0", "--hang-timeout": "60", "--resume": "never",
+    }  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        meeting = f"localhost:{probe.getsockname()[1]}"
+    host = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=1", "--rdzv_backend=c10d"]
+    call = [*host, f"--rdzv_endpoint={meeting}", str(ROOT / "train_ddp.py"), *[word for pair in flags.items() for word in pair]]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    screen = tmp_path / "screen"
+    with open(screen, "w") as file:
+        hosts = [subprocess.Popen(call, stdout=file, stderr=file, env=env, cwd=tmp_path) for _ in range(2)]
+        try:
+            while not (logs := list(tmp_path.glob("runs/*/log.jsonl"))) or len(logs[0].read_text().splitlines()) <= 12:
+                assert not any(job.poll() for job in hosts), screen.read_text()
+                time.sleep(0.02)
+            subprocess.run(["pkill", "-KILL", "-P", str(hosts[1].pid)], check=True)
+            assert [job.wait(timeout=120) for job in hosts] == [0, 0], screen.read_text()
+        finally:
+            for job in hosts:
+                job.kill()
+    (folder,) = tmp_path.glob("runs/*")
+    assert "step_00000010 at step 10" in screen.read_text()
+    assert [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()] == list(range(60))
+    # a run that was refused is no run to go on with, however often torchrun starts it
+    call = [*host[:3], "--standalone", "--max_restarts=1", *call[-1 - 2 * len(flags) :], "--out", str(folder)]
+    refused = subprocess.run(call, capture_output=True, text=True, timeout=120, env=env)
+    assert refused.returncode == 1 and refused.stderr.count(f"--resume never, but {folder} holds") >= 2, refused.stderr
 
 
 def ranks_of(parent: int) -> list[int]:
