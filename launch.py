@@ -34,11 +34,12 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import describe, read_meta, steps
-from data import Tokens, ensure_corpus, has_val, open_tokens
+from data import Tokens, has_val, open_tokens
 from export import find_checkpoint, load_hf
 from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
 from meter import running, say
 from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params
+from prepare import ensure_corpus
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import data
 import meter
+import prepare
 
 # ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
 CONTEXT = mp.get_context("forkserver")
@@ -90,7 +90,7 @@ def toy_files(folder: Path, **model) -> None:
         mask[w * 32 + 1 : w * 32 + 33][draw.permutation(32)[: draw.integers(0, 30) if w else 32]] = 0
     for name, line in (("plain", {"ids": ids}), ("masked", {"ids": ids, "mask": mask.tolist()})):
         (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        data.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61, workers=1)
+        prepare.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61, workers=1)
 
 
 def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.summary) -> None:

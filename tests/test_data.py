@@ -17,6 +17,7 @@ import torch
 from harness import ROOT, run_ranks
 
 import data
+import prepare
 from flags import UserError
 
 EOT = 256  # of the bytes tokenizer
@@ -66,10 +67,10 @@ def lines(*rows) -> bytes:
     return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
 
 
-def prepare(tmp_path: Path, inputs, out: str = "out", **options) -> tuple[list[int], dict]:
+def made(tmp_path: Path, inputs, out: str = "out", **options) -> tuple[list[int], dict]:
     """Prepare and read back with numpy alone: (train ids, meta.json)."""
     inputs = [str(i) for i in (inputs if isinstance(inputs, list) else [inputs])]
-    data.prepare(str(tmp_path / out), inputs, **options)
+    prepare.prepare(str(tmp_path / out), inputs, **options)
     meta = json.loads((tmp_path / out / "meta.json").read_text())
     ids = [np.fromfile(tmp_path / out / s["file"], meta["dtype"]) for s in meta["splits"]["train"]["shards"]]
     return np.concatenate(ids).tolist(), meta
@@ -103,39 +104,39 @@ def llmc(
 
 def test_ids_over_65535_round_trip_and_are_refused_when_too_large(tmp_path):
     folder = write(tmp_path / "in", a__jsonl=lines({"ids": [1, 70000, 65535]}, {"ids": [65536, 2]}))
-    ids, meta = prepare(tmp_path, folder, vocab_size=70001)
+    ids, meta = made(tmp_path, folder, vocab_size=70001)
     assert ids == [1, 70000, 65535, 65536, 2] and meta["dtype"] == "uint32" and meta["tokenizer"] == "ids"
     x, y = data.open_tokens(str(tmp_path / "out")).window(0, 4)
     assert x.tolist() == [1, 70000, 65535, 65536] and y.tolist() == [70000, 65535, 65536, 2] and x.dtype == np.int64
     with refuses(r"a.jsonl:1: id 70000 at position 1, allowed are 0 to 49999"):
-        prepare(tmp_path, folder, "out2", vocab_size=50000)
+        made(tmp_path, folder, "out2", vocab_size=50000)
     with refuses("need --vocab-size"):
-        prepare(tmp_path, folder, "out2")
+        made(tmp_path, folder, "out2")
     assert not (tmp_path / "out2").exists()
     text = "abc, Zz\n"  # a tokenizer with ids above 65,535
-    ids, meta = prepare(tmp_path, write(tmp_path / "t", a__txt=text) / "a.txt", "out3", tokenizer="pairs_gpt2")
+    ids, meta = made(tmp_path, write(tmp_path / "t", a__txt=text) / "a.txt", "out3", tokenizer="pairs_gpt2")
     encoding = tiktoken.get_encoding("pairs_gpt2")
     assert ids == encoding.encode_ordinary(text) + [encoding.eot_token] and meta["dtype"] == "uint32" and max(ids) > 65535
     with refuses("a.txt: text, but --vocab-size 1000 is less than pairs_gpt2's 65794 ids"):
-        prepare(tmp_path, tmp_path / "t", "out4", tokenizer="pairs_gpt2", vocab_size=1000)
+        made(tmp_path, tmp_path / "t", "out4", tokenizer="pairs_gpt2", vocab_size=1000)
 
 
 @pytest.mark.parametrize("bad", [[1, -1], [1, 2.5], ["a"], "ab", [[1], [2]], [[1], 2], [2**70], [True], {"a": 1}])
 def test_ids_of_wrong_kind(tmp_path, bad):
     with refuses("a.jsonl:2: "):
-        prepare(tmp_path, write(tmp_path, a__jsonl=lines({"ids": [1]}, {"ids": bad})) / "a.jsonl", vocab_size=100)
+        made(tmp_path, write(tmp_path, a__jsonl=lines({"ids": [1]}, {"ids": bad})) / "a.jsonl", vocab_size=100)
 
 
 def test_npy_and_bin_inputs_and_their_range(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(300000, dtype=np.int32) % 1000)
     np.asarray([5, 6, 7], np.uint16).tofile(tmp_path / "b.bin")
-    ids, _ = prepare(tmp_path, [tmp_path / "a.npy", tmp_path / "b.bin", llmc(tmp_path, [8, 9])], vocab_size=1000)
+    ids, _ = made(tmp_path, [tmp_path / "a.npy", tmp_path / "b.bin", llmc(tmp_path, [8, 9])], vocab_size=1000)
     assert ids == [i % 1000 for i in range(300000)] + [5, 6, 7, 8, 9]
     with refuses(r"a.npy: id 999 at position 999, allowed are 0 to 998"):
-        prepare(tmp_path, tmp_path / "a.npy", "out2", vocab_size=999)
+        made(tmp_path, tmp_path / "a.npy", "out2", vocab_size=999)
     np.save(tmp_path / "c.npy", np.zeros((2, 2)))
     with refuses(r"c.npy: .* of shape \(2, 2\)"):
-        prepare(tmp_path, tmp_path / "c.npy", "out2", vocab_size=999)
+        made(tmp_path, tmp_path / "c.npy", "out2", vocab_size=999)
 
 
 def test_uint32_taken_for_uint16_and_the_reverse(tmp_path):
@@ -144,7 +145,7 @@ def test_uint32_taken_for_uint16_and_the_reverse(tmp_path):
         data.open_tokens(path)
     assert data.open_tokens(file_of(tmp_path, np.arange(1000, 1100))).n_tokens == 100
     folder = write(tmp_path / "in", a__jsonl=lines({"ids": list(range(1000, 1100))}))
-    prepare(tmp_path, folder, vocab_size=70000)
+    made(tmp_path, folder, vocab_size=70000)
     np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "out" / "train.bin")
     with refuses("train.bin holds 200 bytes: meta.json says 100 tokens of uint32"):
         data.open_tokens(str(tmp_path / "out"))
@@ -224,13 +225,13 @@ def test_nothing_to_read_is_one_line_and_exit_2(tmp_path):
     with refuses(r"in holds \['x.tmp'\]; wanted"):
         data.open_tokens(str(tmp_path / "in"))
     with refuses("nope: no such file or folder"):
-        prepare(tmp_path, tmp_path / "nope")
+        made(tmp_path, tmp_path / "nope")
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in" / "a.parquet")
     with refuses("nothing for the train split.*1 files, 0 empty"):
-        prepare(tmp_path, tmp_path / "in")
+        made(tmp_path, tmp_path / "in")
     assert sorted(os.listdir(tmp_path)) == ["in"]
 
 
@@ -242,22 +243,22 @@ def test_parquet_and_gzip_hold_the_same_documents(tmp_path):
     pq.write_table(pa.table({"body": texts, "n": range(3000)}), tmp_path / "a.parquet", row_group_size=700)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(*({"body": t} for t in texts))))
     want = [i for t in texts for i in (*t.encode(), EOT)]
-    assert prepare(tmp_path, tmp_path / "a.parquet", "p", text_field="body")[0] == want
-    assert prepare(tmp_path, tmp_path / "a.jsonl.gz", "g", text_field="body")[0] == want
+    assert made(tmp_path, tmp_path / "a.parquet", "p", text_field="body")[0] == want
+    assert made(tmp_path, tmp_path / "a.jsonl.gz", "g", text_field="body")[0] == want
     with refuses(r"no column 'text', there are \['body', 'n'\]"):
-        prepare(tmp_path, tmp_path / "a.parquet", "q")
+        made(tmp_path, tmp_path / "a.parquet", "q")
     for name in ("a.jsonl.gz", "a.parquet"):
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-20])
         with refuses(f"{name}: damaged file: ") as error:
-            prepare(tmp_path, tmp_path / name, "h", text_field="body")
+            made(tmp_path, tmp_path / name, "h", text_field="body")
         assert "\n" not in str(error.value) and not (tmp_path / "h").exists()
 
 
 def test_what_is_left_of_a_damaged_file_is_kept_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 500)
+    monkeypatch.setattr(prepare, "PIECE", 500)
     noise = np.random.default_rng(0).integers(97, 123, 100_000).astype(np.uint8).tobytes()  # hard to compress: the cut loses little
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(noise)[:-10_000])
-    ids, meta = prepare(tmp_path, [tmp_path / "a.txt.gz", write(tmp_path, b__txt="next") / "b.txt"], on_error="skip")
+    ids, meta = made(tmp_path, [tmp_path / "a.txt.gz", write(tmp_path, b__txt="next") / "b.txt"], on_error="skip")
     end = ids.index(EOT)
     assert 50_000 < end < 100_000 and bytes(ids[:end]) == noise[:end] and ids[end + 1 :] == [*b"next", EOT]
     assert meta["skipped"] == 1 and meta["splits"]["train"]["documents"] == 2
@@ -267,7 +268,7 @@ def test_what_is_left_of_a_damaged_file_is_kept_on_request(tmp_path, monkeypatch
 def test_empty_documents_are_counted(tmp_path, at):
     rows = [{"text": "ab"}, {"text": "c"}]
     rows[at:at] = [{"text": ""}, {"text": " \n\t "}]
-    ids, meta = prepare(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl")
+    ids, meta = made(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl")
     assert ids == [97, 98, EOT, 99, EOT] and meta["empty"] == 2 and meta["splits"]["train"]["documents"] == 2
 
 
@@ -290,14 +291,14 @@ def test_bad_line_stops_before_anything_is_published_or_is_skipped(tmp_path, row
         tmp_path / "in", a__jsonl=b"\xef\xbb\xbf" + lines({"text": "a"}, row, b"", {"text": "b"})[:-1].replace(b"\n", b"\r\n", 1)
     )
     with refuses(f"a.jsonl:2: .*{match}") as error:
-        prepare(tmp_path, folder)
+        made(tmp_path, folder)
     assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["in"]
-    ids, meta = prepare(tmp_path, folder, on_error="skip")
+    ids, meta = made(tmp_path, folder, on_error="skip")
     assert ids == [97, EOT, 98, EOT] and meta["skipped"] == 1 and "a.jsonl:2" in meta["skipped_first"][0] and meta["empty"] == 1
 
 
 def test_invalid_utf8_has_its_offset_and_a_cut_character_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 4096)
+    monkeypatch.setattr(prepare, "PIECE", 4096)
     for name, damage, where in (
         ("ff", b"\xff\xfe", 6000),
         ("surrogate", b"\xed\xa0\x80", 4095),
@@ -307,22 +308,22 @@ def test_invalid_utf8_has_its_offset_and_a_cut_character_is_none(tmp_path, monke
         text = (b"word " * 2000)[:where] + damage + (b"" if name == "cut" else b"more")
         folder = write(tmp_path / name, a__txt=text)
         with refuses(f"a.txt: byte {where}: invalid UTF-8"):
-            prepare(tmp_path, folder)
-        ids, meta = prepare(tmp_path, folder, "out-" + name, on_error="skip")
+            made(tmp_path, folder)
+        ids, meta = made(tmp_path, folder, "out-" + name, on_error="skip")
         assert bytes(ids[:-1]).decode() == text.decode(errors="replace") and meta["skipped"] == 1
     for edge in range(4090, 4100):
         text = "x" * edge + "\U0001f600 and so on " * 1000
-        ids, _ = prepare(tmp_path, write(tmp_path / f"in{edge}", a__txt=text), f"emoji{edge}", tokenizer="pairs_gpt2")
+        ids, _ = made(tmp_path, write(tmp_path / f"in{edge}", a__txt=text), f"emoji{edge}", tokenizer="pairs_gpt2")
         assert ids[:-1] == tiktoken.get_encoding("pairs_gpt2").encode_ordinary(text)
 
 
 def test_special_tokens_in_the_text_are_text(tmp_path):
     text = "a <|endoftext|> b <|fim_prefix|>"
     encoding = tiktoken.get_encoding("pairs_gpt2")
-    ids, _ = prepare(tmp_path, write(tmp_path, a__jsonl=lines({"text": text}, {"text": text})) / "a.jsonl", tokenizer="pairs_gpt2")
+    ids, _ = made(tmp_path, write(tmp_path, a__jsonl=lines({"text": text}, {"text": text})) / "a.jsonl", tokenizer="pairs_gpt2")
     assert ids.count(encoding.eot_token) == 2 and max(ids) == encoding.eot_token
     assert encoding.decode(ids[: ids.index(encoding.eot_token)]) == text
-    assert data.encode_text(data.load_tokenizer("bytes"), text).tolist() == data.load_tokenizer("bytes").encode_ordinary(text)
+    assert prepare.encode_text(prepare.load_tokenizer("bytes"), text).tolist() == prepare.load_tokenizer("bytes").encode_ordinary(text)
 
 
 PROSE = (
@@ -339,26 +340,26 @@ def test_a_border_never_changes_tokens(name):
     for text in (PROSE * 2, Path(json.__file__).read_text(), "\u4e2d\u6587\uff0c\u6807\u70b9" * 20):
         whole = encoding.encode_ordinary(text)
         for limit in range(1, len(text), max(1, len(text) // 400)):
-            cut = data.border(text, limit)
-            if cut < limit or data.BORDER.match(text, limit - 1):
+            cut = prepare.border(text, limit)
+            if cut < limit or prepare.BORDER.match(text, limit - 1):
                 cuts += 1
                 assert encoding.encode_ordinary(text[:cut]) + encoding.encode_ordinary(text[cut:]) == whole, repr(text[cut - 9 : cut + 9])
     assert cuts > 500
 
 
 def test_long_documents_give_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 500)
+    monkeypatch.setattr(prepare, "PIECE", 500)
     encoding = tiktoken.get_encoding("pairs_cl100k")
     want = encoding.encode_ordinary(PROSE * 50) + [encoding.eot_token]
     folder = write(tmp_path / "in", a__txt=PROSE * 50, b__jsonl=lines({"text": PROSE * 50}))
-    assert prepare(tmp_path, folder, tokenizer="pairs_cl100k")[0] == want * 2
+    assert made(tmp_path, folder, tokenizer="pairs_cl100k")[0] == want * 2
 
 
 def test_repetitive_documents_finish(tmp_path):
     start = time.time()
     texts = ["^" * 1_000_000, "a" * 200_000, " " * 500_000 + "x", "\n" * 500_000 + "x"]
     folder = write(tmp_path / "in", a__jsonl=lines(*({"text": t} for t in texts)))
-    ids, meta = prepare(tmp_path, folder, tokenizer="pairs_cl100k")
+    ids, meta = made(tmp_path, folder, tokenizer="pairs_cl100k")
     encoding = tiktoken.get_encoding("pairs_cl100k")
     ends = [i for i, t in enumerate(ids) if t == encoding.eot_token]
     assert [encoding.decode(ids[a + 1 : b]) == t for a, b, t in zip([-1, *ends], ends, texts, strict=False)] == [True] * 4
@@ -370,8 +371,8 @@ def test_one_line_of_100_mb_in_bounded_memory(tmp_path):
     words = b"the quick brown fox jumps over the lazy dog " * (100_000_000 // 44)
     write(tmp_path, a__txt=words, b__jsonl=b'{"text": "' + words + b'"}\n')
     code = (
-        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); import data\n"
-        f"data.prepare({str(tmp_path / 'out')!r}, [{str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r}], tokenizer='pairs_gpt2')\n"
+        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); from prepare import prepare\n"
+        f"prepare({str(tmp_path / 'out')!r}, [{str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r}], tokenizer='pairs_gpt2')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -383,9 +384,9 @@ def test_one_line_of_100_mb_in_bounded_memory(tmp_path):
 def test_a_panic_of_the_tokenizer_is_a_data_error(tmp_path):
     folder = write(tmp_path / "in", a__jsonl=lines({"text": "fine"}, {"text": "x" * 64}, {"text": "too"}))
     with refuses("a.jsonl:2: the tokenizer cannot encode this "):
-        prepare(tmp_path, folder, tokenizer="panics")
+        made(tmp_path, folder, tokenizer="panics")
     assert os.listdir(tmp_path) == ["in"]
-    ids, meta = prepare(tmp_path, folder, tokenizer="panics", on_error="skip")
+    ids, meta = made(tmp_path, folder, tokenizer="panics", on_error="skip")
     assert tiktoken.get_encoding("panics").decode(ids) == "fine<|endoftext|>too<|endoftext|>" and meta["skipped"] == 1
 
 
@@ -394,45 +395,45 @@ def test_a_panic_of_the_tokenizer_is_a_data_error(tmp_path):
 
 def test_stale_corpus_is_refused_with_what_differs(tmp_path, capsys):
     source = write(tmp_path / "in", a__txt="abc", b__txt="def")
-    prepare(tmp_path, source)
-    prepare(tmp_path, source)
+    made(tmp_path, source)
+    made(tmp_path, source)
     assert "up to date" in capsys.readouterr().err
     before = (tmp_path / "out" / "train.bin").read_bytes()
     for options, match in (({"tokenizer": "pairs_gpt2"}, "tokenizer was None, now pairs_gpt2"), ({"val": 0.5}, "val was 0.0, now 0.5")):
         with refuses(match):
-            prepare(tmp_path, source, **options)
+            made(tmp_path, source, **options)
     (source / "a.txt").write_text("abd")
     with refuses(r"a.txt was \[3, \d+\], now \[3, \d+\]"):
-        prepare(tmp_path, source)
+        made(tmp_path, source)
     (source / "a.txt").unlink()
     (source / "c.txt").write_text("x")
     with refuses(r"2 differences \(.*c.txt was absent, now \[1, \d+\]; .*a.txt was \[3, \d+\], now absent\)"):
-        prepare(tmp_path, source)
+        made(tmp_path, source)
     assert (tmp_path / "out" / "train.bin").read_bytes() == before
     write(tmp_path / "mine", thesis__tex="x")
     with refuses("exists and is no prepared corpus"):
-        prepare(tmp_path, source, "mine")
+        made(tmp_path, source, "mine")
 
 
 def test_the_default_corpus_is_made_once_and_again_when_stale(tmp_path, capsys):
     path = str(tmp_path / "corpus" / "stdlib")
     start = time.time()
-    data.ensure_corpus(path)
+    prepare.ensure_corpus(path)
     assert time.time() - start < 20 and data.has_val(path)
     tokens, made = data.open_tokens(path), os.stat(f"{path}/train.bin").st_mtime_ns
     assert tokens.n_tokens > 1_000_000 and tokens.vocab_size == 257
     capsys.readouterr()
-    data.ensure_corpus(path)
+    prepare.ensure_corpus(path)
     assert os.stat(f"{path}/train.bin").st_mtime_ns == made and not capsys.readouterr().err
     copy = str(tmp_path / "two" / "stdlib")
-    call = [sys.executable, "-c", f"import data; data.ensure_corpus({copy!r})"]
+    call = [sys.executable, "-c", f"import prepare; prepare.ensure_corpus({copy!r})"]
     both = [subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # two jobs that start together
     assert [(job.communicate(timeout=60)[1], job.returncode)[1] for job in both] == [0, 0]
     assert data.open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
     meta = json.loads(Path(path, "meta.json").read_text())
     meta["key"]["sources"].popitem()
     Path(path, "meta.json").write_text(json.dumps(meta))
-    data.ensure_corpus(path)
+    prepare.ensure_corpus(path)
     assert os.stat(f"{path}/train.bin").st_mtime_ns != made and data.open_tokens(path).fingerprint == tokens.fingerprint
 
 
@@ -455,15 +456,15 @@ def test_no_network_and_no_cache(tmp_path):
     run = cli("prepare", f"--out={tmp_path / 'out'}", tmp_path / "a.txt", https_proxy=proxy)
     assert run.returncode == 0 and np.fromfile(tmp_path / "out" / "train.bin", "uint16").tolist() == [97, 98, 99, EOT]
     with refuses("unknown tokenizer 'gpt5'"):
-        data.load_tokenizer("gpt5")
+        prepare.load_tokenizer("gpt5")
 
 
 def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "SHARD_BYTES", 20)  # ten tokens a shard
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 20)  # ten tokens a shard
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(0, 500, 95), rng.integers(0, 2, 95)
     rows = [{"ids": ids[:40].tolist()}, *({"ids": ids[a : a + 5].tolist(), "mask": mask[a : a + 5].tolist()} for a in range(40, 95, 5))]
-    got, meta = prepare(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl", vocab_size=500)
+    got, meta = made(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl", vocab_size=500)
     assert got == ids.tolist() and len(meta["splits"]["train"]["shards"]) == 10
     tokens, mask[:40] = data.open_tokens(str(tmp_path / "out")), 1
     assert tokens.n_windows(13) == 7
@@ -475,12 +476,12 @@ def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
     with refuses("train-00005.mask is missing"):
         data.open_tokens(str(tmp_path / "out"))
     with refuses('a.jsonl:1: "mask" must be'):
-        prepare(tmp_path, write(tmp_path / "m", a__jsonl=lines({"ids": [1, 2], "mask": [1]})), "out2", vocab_size=500)
+        made(tmp_path, write(tmp_path / "m", a__jsonl=lines({"ids": [1, 2], "mask": [1]})), "out2", vocab_size=500)
 
 
 def test_val_split_is_by_document(tmp_path):
     folder = write(tmp_path / "in", a__jsonl=lines(*({"text": chr(97 + i % 26) * 3} for i in range(1000))))
-    ids, meta = prepare(tmp_path, folder, val=0.005)
+    ids, meta = made(tmp_path, folder, val=0.005)
     assert meta["splits"]["val"]["documents"] == 5 and meta["splits"]["train"]["documents"] == 995
     val = np.fromfile(tmp_path / "out" / "val.bin", "uint16").tolist()
     assert val == [i for d in (1, 201, 401, 601, 801) for i in (*[97 + d % 26] * 3, EOT)] and len(ids) == 995 * 4
@@ -672,7 +673,7 @@ def test_reading_holds_no_memory_and_no_descriptors(tmp_path):
 
 def test_show_proves_the_ranks_disjoint(tmp_path):
     folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 40)
-    prepare(tmp_path, folder)
+    made(tmp_path, folder)
     run = cli("show", tmp_path / "out", "--step", 3, "--world", 4, "--global-batch", 8, "--seq-len", 16, "--seed", 9, "--text")
     assert run.returncode == 0, run.stderr
     n = data.open_tokens(str(tmp_path / "out")).n_windows(16)
@@ -686,7 +687,7 @@ def test_show_proves_the_ranks_disjoint(tmp_path):
 def test_a_reader_that_stops_ends_it_quietly(tmp_path):
     """`... | head -1`: no traceback about a broken pipe."""
     folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 4000)
-    prepare(tmp_path, folder)
+    made(tmp_path, folder)
     flags = f"--world 2000 --global-batch 4000 --micro-batch 1 --seq-len 16 {tmp_path / 'out'}"
     run = subprocess.run(f"{sys.executable} data.py show --step 3 {flags} | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert run.stdout.startswith("rank 0: samples ") and run.stdout.count("\n") == 1 and not run.stderr
@@ -695,7 +696,7 @@ def test_a_reader_that_stops_ends_it_quietly(tmp_path):
 def test_progress_is_at_most_one_line_a_second(tmp_path, capsys):
     write(tmp_path, a__jsonl=lines(*[{"text": "some words"}] * 2500))
     start = time.monotonic()
-    for _ in data.read_files([str(tmp_path / "a.jsonl")], "text", None, pytest.fail):
+    for _ in prepare.read_files([str(tmp_path / "a.jsonl")], "text", None, pytest.fail):
         time.sleep(0.001)
     printed = capsys.readouterr().err.splitlines()
     assert 1 <= len(printed) <= time.monotonic() - start and all("MB/s" in line and "s left" in line for line in printed)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
 
-import data
+import prepare
 import train_ddp
 import train_pipe
 from flags import UserError
@@ -190,7 +190,7 @@ def files(folder):
     """toy_files, and a val split beside both corpora."""
     toy_files(folder, n_layer=LAYERS)
     (folder / "val.jsonl").write_text("".join(json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400)))
-    data.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
+    prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
 
 
 def with_val(folder):

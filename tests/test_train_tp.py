@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
-import data
 import launch
+import prepare
 import train_ddp
 import train_tp
 from checkpoint import Checkpointer
@@ -59,7 +59,7 @@ def files(folder):
     draw = np.random.default_rng(1)
     lines = (json.dumps({"ids": draw.integers(0, 61, 40).tolist()}) + "\n" for _ in range(30))
     (folder / "both.jsonl").write_text("".join(lines))
-    data.prepare(str(folder / "both"), [str(folder / "both.jsonl")], vocab_size=61, workers=1, val=0.3)
+    prepare.prepare(str(folder / "both"), [str(folder / "both.jsonl")], vocab_size=61, workers=1, val=0.3)
 
 
 def kind_of(name):

@@ -1,0 +1,427 @@
+"""Text and token ids of many formats -> token files (`python data.py prepare`).
+
+    python data.py prepare --out corpus/ --tokenizer gpt2 --val 0.005 book.txt folder/ docs.jsonl.gz table.parquet
+    python data.py prepare --out corpus/ --vocab-size 128256 ids.jsonl tokens.npy     # ids of any other tokenizer
+
+Inputs by suffix: .jsonl .ndjson .json (a {"text": ...} or {"ids": [...], "mask": [...]} per line), .parquet (a text
+column), .npy and .bin (token ids); any other file that is named, and those with a suffix of TEXT in a folder, is one
+document of UTF-8 text. Lines and text may be compressed (.gz). Folders are read in sorted order, with those below; what
+is not understood there is counted.
+
+Text is encoded as ordinary text (an "<|endoftext|>" in it stays ten-odd plain tokens), each document followed by one
+end-of-text id. Ready-made ids are stored as they are: they bring their own end marks. Documents that are empty or blank
+are left out and counted.
+
+The result is a folder: train.bin and val.bin, headerless little-endian uint16 (uint32 above 65,536 ids), cut into
+train-00000.bin ... above 1 GiB, train.mask beside where targets are masked, and meta.json, which says what it is.
+
+Files are read in order by one thread and encoded by as many as there are cores, a bounded number of pieces ahead: the size of
+the input does not matter.
+"""
+
+import codecs
+import functools
+import gzip
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import sysconfig
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import tiktoken
+
+from data import FORMAT, raw_shard, read_meta
+from flags import UserError
+
+SHARD_BYTES = 1 << 30
+PIECE = 1 << 18  # characters one thread encodes at a time: about 50 ms of work, small enough to bound memory
+TEXT = tuple(".txt .text .md .rst .tex .py .c .h .cc .cpp .cu .js .ts .java .go .rs .sh .html".split())
+LINES, IDS = (".jsonl", ".ndjson", ".json"), (".npy", ".bin")
+
+# Where a long document may be cut so that every tiktoken pattern gives the same tokens as for the whole: before a space
+# that follows a non-space, or after a letter or digit that white space or CJK punctuation follows. No pattern matches
+# across either, and each starts afresh there. Text without such a border in 8192 characters is cut where it stands.
+BORDER = re.compile(r"\S(?= )|[^\W_](?=[\s\u3001\u3002\uff01\uff0c\uff1f])")
+
+
+def load_tokenizer(name: str) -> tiktoken.Encoding:
+    """A tiktoken encoding by name, or "bytes": 256 byte tokens and <|endoftext|> = 256, which needs no network."""
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        raise UserError(f"unknown tokenizer {name!r}: tiktoken has {', '.join(sorted(known))}, and there is bytes")
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # requests' own errors, a wrong hash, an unwritable cache: all the same to the user
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        hint = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
+        raise UserError(f"tokenizer {name}: the vocabulary could not be downloaded ({reason}): {hint}") from None
+
+
+def encode_text(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    """encode_ordinary as an array. Through encode_to_numpy: the Python list would cost a third of the time."""
+    if encoding.name == "bytes":
+        return np.frombuffer(text.encode(), np.uint8)  # the same ids as the encoding gives, 100 times as fast
+    return encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one, in reading order."""
+
+    payload: str | np.ndarray  # text, or ready-made ids
+    where: str  # for messages: file and line
+    mask: np.ndarray | None = None  # for ids; 1: train on it
+    first: bool = True  # here the document begins
+    last: bool = True  # here it ends
+
+
+Bad = Callable[[str], None]  # what to do with a data error: raise, or count and go on
+
+
+def border(text: str, limit: int) -> int:
+    """Where to cut text: the last safe place before `limit` (see BORDER), `limit` itself if there is none near."""
+    return max((m.end() for m in BORDER.finditer(text, max(0, limit - 8192), limit)), default=limit)
+
+
+def cut(blocks: Iterable[str], where: str) -> Iterator[Piece]:
+    """One text document, which may come in blocks, in pieces of about PIECE characters."""
+    text, first = "", True
+    for block in blocks:
+        text, start = text + block, 0
+        while len(text) - start > 2 * PIECE:
+            stop = border(text, start + PIECE)
+            yield Piece(text[start:stop], where, None, first, False)
+            start, first = stop, False
+        text = text[start:]
+    yield Piece(text, where, None, first)
+
+
+def decode(path: str, file: BinaryIO, bad: Bad) -> Iterator[str]:
+    """The text of a file in blocks. A character on a block's edge waits for its other half."""
+    pending, at_byte, block = b"", 0, b"\n"
+    while block:
+        block = file.read(PIECE)
+        data = pending + block
+        try:
+            text, used = codecs.utf_8_decode(data, "strict", not block)
+        except UnicodeDecodeError as error:
+            bad(f"{path}: byte {at_byte + error.start}: invalid UTF-8 ({data[error.start : error.end].hex(' ')})")
+            text, used = codecs.utf_8_decode(data, "replace", not block)  # skipping: the bytes become U+FFFD
+        yield text if at_byte else text.removeprefix("\ufeff")
+        pending, at_byte = data[used:], at_byte + used
+
+
+def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
+    """Documents from lines of JSON (bytes) or the values of a parquet column (pyarrow scalars)."""
+    for number, row in enumerate(rows, 1):
+        where = f"{path}:{number}"
+        try:
+            if isinstance(row, bytes):
+                row = json.loads(row.decode().removeprefix("\ufeff")) if row.strip() else {field: ""}  # a blank line: empty
+            else:
+                row = {field: row.as_py()}
+            if isinstance(row, dict) and "ids" in row:
+                ids = check_ids(np.asarray(row["ids"]), 0, vocab_size)
+                mask = None if row.get("mask") is None else np.asarray(row["mask"])
+                if mask is not None and (mask.shape != ids.shape or not np.isin(mask, (0, 1)).all()):
+                    raise ValueError(f'"mask" must be a 0 or 1 for each of the {len(ids)} ids')
+                yield Piece(ids, where, mask)
+            elif isinstance(row, dict) and isinstance(row.get(field), str):
+                yield from cut([row[field]], where)
+            else:
+                found = {k: type(v).__name__ for k, v in row.items()} if isinstance(row, dict) else f"a {type(row).__name__}"
+                raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}')
+        except UnicodeDecodeError as error:
+            bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
+        except (ValueError, RecursionError) as error:
+            bad(f"{where}: {error}")
+
+
+def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
+    table = pyarrow.parquet.ParquetFile(file)
+    if field not in table.schema_arrow.names:
+        raise UserError(f"{path}: no column {field!r}, there are {table.schema_arrow.names}")
+    for batch in table.iter_batches(batch_size=1024, columns=[field]):
+        yield from batch.column(0)
+
+
+def read_ids(path: str, file: BinaryIO, vocab_size: int | None) -> Iterator[Piece]:
+    try:
+        if path.lower().endswith(".npy"):
+            ids = np.lib.format.open_memmap(path, mode="r")
+        else:
+            shard, (dtype, *_) = raw_shard(Path(path), "uint32" if (vocab_size or 0) > 1 << 16 else "uint16")
+            ids = np.memmap(path, dtype, "r", shard.offset, (shard.n_tokens,)) if shard.n_tokens else np.empty(0, dtype)
+        for a in range(0, max(1, ids.size), PIECE):
+            part = check_ids(np.asarray(ids)[a : a + PIECE], a, vocab_size)
+            file.seek(a * ids.itemsize)  # only for the progress
+            yield Piece(part, path, last=a + PIECE >= len(ids))
+    except (ValueError, EOFError, IndexError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_ids(ids: np.ndarray, start: int, vocab_size: int | None) -> np.ndarray:
+    if vocab_size is None:
+        raise ValueError("token ids need --vocab-size")
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"ids must be one list of whole numbers, found {ids.dtype} of shape {ids.shape}")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        i = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise ValueError(f"id {ids[i]} at position {start + i}, allowed are 0 to {vocab_size - 1} (--vocab-size)")
+    return ids
+
+
+def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
+    """Files to read in order, and how many in the folders were left, by suffix. A file named outright is always read."""
+    text, binary = (*TEXT, *LINES), (".parquet", *(IDS if with_ids else ()))
+    files, left = [], Counter()
+    for name in inputs:
+        if os.path.isfile(name):
+            files.append(name)
+        elif not os.path.isdir(name):
+            raise UserError(f"{name}: no such file or folder")
+        for folder, folders, names in os.walk(name):  # a file has none
+            folders.sort()
+            for path in filter(os.path.isfile, (os.path.join(folder, n) for n in sorted(names))):  # no dead links, no pipes
+                if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
+                    files.append(path)
+                else:
+                    left[Path(path).suffix.lower() or "no suffix"] += 1
+    if not files:
+        raise UserError(f"no files in {', '.join(inputs)}: wanted {' '.join(text)} (also .gz) {' '.join(binary)}, found {dict(left)}")
+    return files, left
+
+
+def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
+    """All pieces of all files in order. Reports the bytes read (compressed ones where compressed), at most once a second."""
+    total, before = sum(map(os.path.getsize, files)), 0
+    begun = said = time.monotonic()
+    for path in files:
+        name, last = path.lower(), True
+        with open(path, "rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
+            if name.endswith(IDS):
+                pieces = read_ids(path, raw, vocab_size)
+            elif name.endswith(".parquet"):
+                pieces = read_rows(path, parquet_column(path, raw, field), field, vocab_size, bad)
+            elif name.removesuffix(".gz").endswith(LINES):
+                pieces = read_rows(path, file, field, vocab_size, bad)
+            else:
+                pieces = cut(decode(path, file, bad), path)
+            try:
+                for piece in pieces:
+                    yield piece
+                    last, now = piece.last, time.monotonic()
+                    if now - said >= 1:
+                        said, done = now, before + raw.tell()
+                        rate = max(1, done / (now - begun))
+                        left = f"{rate / 1e6:.1f} MB/s, {(total - done) / rate:.0f} s left"
+                        print(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {left}", file=sys.stderr, flush=True)
+            except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, NotImplementedError) as error:  # the last two: pyarrow's
+                bad(f"{path}: damaged file: {' '.join(str(error).split())}")
+                if not last:  # the document that broke off still gets its end mark
+                    yield Piece("", path, first=False)
+        before += os.path.getsize(path)
+
+
+def batches(pieces: Iterator[Piece], val: float, seen: Counter) -> Iterator[tuple[str, list[Piece]]]:
+    """Lists of about PIECE characters or ids, each with its split. Counts documents, empty ones left out, into `seen`."""
+    waiting, size, split, first = {"train": [], "val": []}, Counter(), "train", True
+    for piece in pieces:
+        kind = "text" if isinstance(piece.payload, str) else "ids"
+        if first:
+            if piece.last and (len(piece.payload) == 0 or (kind == "text" and piece.payload.isspace())):
+                seen["empty"] += 1
+                continue
+            n = seen["text"] + seen["ids"]
+            # the floor steps up at the second document first: a small corpus, too, has something to validate on
+            split = "val" if (n - 1) * val // 1 > (n - 2) * val // 1 else "train"
+            seen[kind] += 1
+        first = piece.last
+        waiting[split].append(piece)
+        size[split] += len(piece.payload)
+        if size[split] >= PIECE:
+            yield split, waiting[split]
+            waiting[split], size[split] = [], 0
+    yield from waiting.items()
+
+
+def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_size: int, dtype: str, bad: Bad) -> tuple:
+    """Runs in a thread, tiktoken works without the GIL: split, ids, mask, number of documents."""
+    split, pieces = batch
+    eot = np.array([encoding.eot_token]).astype(dtype)  # a vocabulary too small for it is refused below
+    ids, masks, documents = [np.empty(0, dtype)], [np.empty(0, np.uint8)], 0
+    for piece in pieces:
+        new = piece.payload
+        if isinstance(new, str):
+            if encoding.n_vocab > vocab_size:
+                raise UserError(f"{piece.where}: text, but --vocab-size {vocab_size} is less than {encoding.name}'s {encoding.n_vocab} ids")
+            try:
+                new = encode_text(encoding, new)
+            except BaseException as error:  # tiktoken's Rust panics derive from BaseException alone; no Ctrl-C comes to a thread
+                bad(f"{piece.where}: the tokenizer cannot encode this ({type(error).__name__}: {str(error)[:120]})")
+                if piece.first:
+                    continue
+                new = np.empty(0, dtype)  # of a long document the pieces before are written: it still gets its end mark
+            new = np.concatenate([new, eot]) if piece.last else new
+        ids.append(new)
+        masks.append(np.ones(len(new), np.uint8) if piece.mask is None else piece.mask)
+        documents += piece.last
+    ids, mask = (np.concatenate(a, dtype=t, casting="unsafe") for a, t in ((ids, dtype), (masks, np.uint8)))
+    return split, ids, mask, documents
+
+
+def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
+    """function(item) of each item. Only `ahead` are begun before they are asked for, unlike pool.map: that bounds the memory."""
+    pending = deque()
+    for item in items:
+        pending.append(pool.submit(function, item))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    for future in pending:
+        yield future.result()
+
+
+def append(folder: Path, split: str, meta: dict, ids: np.ndarray, mask: np.ndarray) -> None:
+    """Append tokens to the files of a split, of SHARD_BYTES each, and note them in its part of meta.json."""
+    room, shards = SHARD_BYTES // ids.itemsize, meta["shards"]
+    meta["tokens"] += len(ids)
+    while len(ids):
+        if not shards or shards[-1]["tokens"] == room:
+            shards.append({"file": f"{split}-{len(shards):05d}.bin", "mask": None, "tokens": 0})
+        shard = shards[-1]
+        n = min(len(ids), room - shard["tokens"])
+        if not shard["mask"] and not mask[:n].all():  # the first masked target of this shard: all before it count
+            shard["mask"] = shard["file"].replace(".bin", ".mask")
+            (folder / shard["mask"]).write_bytes(np.ones(shard["tokens"], np.uint8))
+        for name, values in ((shard["file"], ids), (shard["mask"], mask)):
+            if name:
+                with open(folder / name, "ab") as f:
+                    f.write(values[:n])
+        shard["tokens"] += n
+        ids, mask = ids[n:], mask[n:]
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def prepare(
+    out: str, inputs: list[str], tokenizer: str | None = None, val: float = 0.0, on_error: str = "stop", vocab_size: int | None = None,
+    workers: int | None = None, text_field: str = "text", replace: bool = False
+) -> None:  # fmt: skip
+    """Make the token folder `out`; nothing appears under that name before all of it is written and flushed.
+
+    val: share of the documents for the val split, evenly spread: the second document and then every (1/val)-th.
+    on_error "skip": bad lines and documents are counted and listed in meta.json, bad bytes of a text become U+FFFD.
+    A folder made from the same inputs with the same options is left alone, one made otherwise is refused (or made anew).
+    """
+    folder = Path(out)
+    files, left = find_files(inputs, vocab_size is not None)
+    key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
+    key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}
+    if folder.is_dir() and (old := read_meta(out)[1]):
+        was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
+        names = [k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)]  # reverse: options before paths
+        differs = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
+        if names and not replace:
+            raise UserError(f"{out} was prepared otherwise, {len(names)} differences ({differs}): remove it or choose another --out")
+        if not names:
+            if not replace:
+                print(f"{out} is up to date", file=sys.stderr)
+            return
+        print(f"{out} is made anew ({differs})", file=sys.stderr)
+        shutil.rmtree(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{out} exists and is no prepared corpus: choose another --out")
+    if not 0 <= val < 1:
+        raise UserError(f"--val {val}: a share of the documents, 0 <= val < 1")
+    if min(1 if n is None else n for n in (workers, vocab_size)) < 1:
+        raise UserError(f"--workers {workers}, --vocab-size {vocab_size}: both must be 1 or more")
+    encoding = load_tokenizer(tokenizer or "bytes")
+    vocab = vocab_size or encoding.n_vocab
+    dtype = "uint16" if vocab <= 1 << 16 else "uint32"
+    splits = {split: {"tokens": 0, "documents": 0, "shards": []} for split in ("train", "val")}
+    skipped, seen = [], Counter()  # the first 1000 messages
+
+    def bad(message: str) -> None:
+        if on_error == "stop":
+            raise UserError(f"{message} (--on-error skip goes on without it)")
+        seen["skipped"] += 1
+        if len(skipped) < 1000:
+            skipped.append(message)
+
+    temporary = Path(f"{out.rstrip('/')}.tmp-{socket.gethostname()}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    # threads, not processes: tiktoken drops the GIL, text need not be copied, and a small input does not wait for spawns
+    workers = workers or os.cpu_count()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        temporary.mkdir(parents=True)
+        pieces = read_files(files, text_field, vocab_size, bad)
+        work = functools.partial(encode, encoding=encoding, vocab_size=vocab, dtype=dtype, bad=bad)
+        for split, ids, mask, documents in in_order(pool, work, batches(pieces, val, seen), 2 * workers):
+            append(temporary, split, splits[split], ids, mask)
+            splits[split]["documents"] += documents
+        if not splits["train"]["tokens"]:
+            count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
+            raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
+        for shard in (s["shards"][0] for s in splits.values() if len(s["shards"]) == 1):  # the usual name, which nanoGPT reads too
+            for kind in ("file", "mask"):
+                if name := shard[kind]:
+                    shard[kind] = (temporary / name).rename(temporary / name.replace("-00000", "")).name
+        meta = {"format": FORMAT, "tokenizer": tokenizer or ("bytes" if seen["text"] else "ids"), "vocab_size": vocab}
+        meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
+        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped, "key": key}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        for path in (*temporary.iterdir(), temporary):
+            flush(path)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if (read_meta(out)[1] or {}).get("key") != key:  # another process made the same corpus meanwhile
+                raise
+        flush(folder.parent)
+    except OSError as error:
+        raise UserError(f"{error.filename or temporary}: {error.strerror or error}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    counts = [f"{name} {s['tokens']:,} tokens in {s['documents']:,} documents" for name, s in splits.items()]
+    print(f"{out}: {', '.join(counts)}; {vocab} ids, {dtype}", file=sys.stderr)
+    if seen["empty"] or skipped or left:
+        counts = f"{seen['empty']} empty documents, {seen['skipped']} skipped, files by suffix {dict(left)}"
+        print(f"left out: {counts}", *skipped[:20], sep="\nskipped: ", file=sys.stderr)
+    if val and not splits["val"]["tokens"]:
+        print("no val split: it is made of whole documents, and there is only one", file=sys.stderr)
+
+
+def ensure_corpus(path: str) -> None:
+    """The default corpus at `path`: the Python standard library's own sources as bytes. One made of others is replaced."""
+    library = sysconfig.get_paths()["stdlib"]
+    files = [f for f in find_files([library], False)[0] if f.endswith(".py") and "-packages" not in f[len(library) :]]
+    # skip: the library's tests hold files that are no UTF-8 on purpose
+    prepare(path, files, val=0.005, on_error="skip", replace=True)
+
+
+if __name__ == "__main__":
+    sys.exit(__doc__)
