@@ -6,7 +6,8 @@
 #     make smoke     this machine: every strategy for a few steps, on two GPUs if there are two
 #     make clean     remove the environment and what tools left; runs/ and corpus/ stay
 #
-# A torch that $(PYTHON) can import already (a CUDA image's own) is used as it is: .venv is then a layer over that Python.
+# A torch that $(PYTHON) can import already (a CUDA image's own) is used as it is, and so is what else is there: .venv is then a
+# layer over that Python, and where nothing is missing make needs no network.
 
 PYTHON ?= python3
 RUN := .venv/bin/python
@@ -42,7 +43,7 @@ smoke: .venv/ready
 	$(PYTHON) -m venv .venv || $(PYTHON) -m venv --without-pip .venv  # no ensurepip (Debian): pip may come with the layer below
 	if $(PYTHON) -c 'import torch; assert [*map(int, torch.__version__.split(".")[:2])] >= [2, 11]' 2>/dev/null; then \
 	    echo 'using the torch that $(PYTHON) has'; \
-	    sed '/^# --- torch/,$$d' constraints.txt >.venv/pins; \
+	    : >.venv/pins; \
 	    $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	        >$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth; \
 	else cp constraints.txt .venv/pins; fi
