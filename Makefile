@@ -49,7 +49,7 @@ smoke: .venv/ready
 	else cp constraints.txt .venv/pins; fi
 	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || : >.venv/pins
 	$(PIP) 'pip>=23'
-	$(PIP) -r requirements.txt
+	$(PIP) --no-index --no-deps -r requirements.txt >/dev/null 2>&1 || $(PIP) -r requirements.txt  # the first: is all there?
 	touch $@
 
 .venv/ready-to-test: .venv/ready pyproject.toml
