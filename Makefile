@@ -38,7 +38,8 @@ soak: .venv/ready-to-test
 smoke: .venv/ready
 	PYTHON=$(RUN) ./smoke.sh
 
-# The stamps are touched last, so an installation that was cut short goes on; the second time nothing is installed.
+# The stamps are touched last, so an installation that was cut short goes on; the second time nothing is installed. Of the two last
+# calls of pip the first asks only whether all is there.
 .venv/ready: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv || $(PYTHON) -m venv --without-pip .venv  # no ensurepip (Debian): pip may come with the layer below
 	if $(PYTHON) -c 'import torch; assert [*map(int, torch.__version__.split(".")[:2])] >= [2, 11]' 2>/dev/null; then \
@@ -49,7 +50,7 @@ smoke: .venv/ready
 	else cp constraints.txt .venv/pins; fi
 	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || : >.venv/pins
 	$(PIP) 'pip>=23'
-	$(PIP) --no-index --no-deps -r requirements.txt >/dev/null 2>&1 || $(PIP) -r requirements.txt  # the first: is all there?
+	$(PIP) --no-index --no-deps -r requirements.txt >/dev/null 2>&1 || $(PIP) -r requirements.txt
 	touch $@
 
 .venv/ready-to-test: .venv/ready pyproject.toml
