@@ -354,7 +354,8 @@ class Checkpointer:
     def __init__(self, folder: str | Path, *, group: dist.ProcessGroup | None = None, keep_last: int = 2):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         # its own gloo group: the background thread's collectives must not interleave with the training's, and NCCL cannot send objects
-        self.group = dist.new_group(ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=True)
+        part = len(ranks) < dist.get_world_size()  # of the job: the others are not here to take part (see launch.subgroup)
+        self.group = dist.new_group(ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=part)
         self.rank, self.world_size = dist.get_rank(self.group), len(ranks)
         self.folder, self.keep_last = Path(folder), keep_last
         self.protected, self.damaged, self.intact = set(), set(), set()

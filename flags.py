@@ -67,7 +67,7 @@ class Config:
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
     wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
-    overlap: bool = True  # communicate while there is compute to hide it behind; off: wait for every transfer at once
+    overlap: bool = True  # communicate while there is compute to hide it behind; off: wait at once (but for a pipeline's messages)
     profile: bool = False  # write a torch profiler trace of the fifth step into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 

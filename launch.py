@@ -6,6 +6,7 @@ outer frame: it parses flags, opens the process group, and turns whatever goes w
 first, and an exit code.
 """
 
+import copy
 import dataclasses
 import datetime
 import faulthandler
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -37,7 +39,7 @@ from checkpoint import describe, read_meta, steps
 from data import Tokens, has_val, open_tokens
 from export import find_checkpoint, load_hf
 from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
-from meter import running, say
+from meter import drop_rows, running, say
 from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params
 from prepare import ensure_corpus
 
@@ -157,36 +159,44 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise UserError(f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone") from None
         raise UserError(f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}") from None
-    store = _meet(dist.PrefixStore("nanoshard", tcp), rank, size, timeout_s, again=agent)
+    global _job
+    store = dist.PrefixStore("nanoshard", tcp)
+    _job = store if agent else None
+    store = _meet(store, rank, size, timeout_s, used=agent)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
 
 
-def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, again: bool) -> dist.Store:
-    """Wait until all ranks are here -> the part of the store that is theirs. again: the store may hold what earlier ranks left.
+def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -> dist.Store:
+    """Wait until all ranks are here -> a part of the store that is theirs alone. used: it may hold what ranks before them left.
 
-    torchrun starts ranks again at the same store, and how often differs from host to host (pytorch#147064). So each process calls
-    itself by a random name, and rank 0 tells its own to those that are there now: that is the name of the attempt.
+    torchrun starts ranks again at the same store, and counts the restarts of each host for itself (pytorch#147064). So each
+    process registers under a random name; rank 0's is the attempt's name too, which it writes beside each name it finds.
     """
-    global _job
-    _job = store if again else None
     deadline = time.time() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
-    name = uuid.uuid4().hex
-    if again and rank:
-        store.set(f"here/{rank}", name)
-        while not store.check([f"attempt/{name}"]):
+    twice = f"two processes came as RANK={rank}; each rank needs its own number"
+    me = attempt = uuid.uuid4().hex if used else "all"
+    if used and rank:
+        store.set(f"here/{rank}", me)
+        while not store.check([f"attempt of/{me}"]):
+            if store.get(f"here/{rank}").decode() != me:
+                raise UserError(twice)
             if time.time() > deadline:
-                raise UserError(f"rank 0 did not arrive within {timeout_s} s")
+                raise UserError(f"rank 0 did not answer within {timeout_s} s: it did not come, or another process came as RANK={rank}")
             time.sleep(0.05)
-        name = store.get(f"attempt/{name}").decode()
-    ours = dist.PrefixStore(name if again else "all", store)
+        attempt = store.get(f"attempt of/{me}").decode()
+    ours = dist.PrefixStore(attempt, store)
     if ours.add(f"arrived/{rank}", 1) > 1:
-        raise UserError(f"two processes came as RANK={rank}; each rank needs its own number")
-    while missing := [r for r in range(size) if not ours.check([f"arrived/{r}"])]:
-        for r in missing if again and rank == 0 else []:
-            if store.check([f"here/{r}"]):
-                store.set(f"attempt/{store.get(f'here/{r}').decode()}", name)
-        if time.time() > deadline:
-            raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
+        raise UserError(twice)
+    everyone = [f"arrived/{r}" for r in range(size)]
+    while not ours.check(everyone):
+        late = time.time() > deadline
+        if rank == 0 or late:
+            missing = [r for r in range(size) if not ours.check([everyone[r]])]
+            for r in missing if used and rank == 0 else []:
+                if store.check([f"here/{r}"]):
+                    store.set(f"attempt of/{store.get(f'here/{r}').decode()}", attempt)
+            if late and missing:
+                raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
         time.sleep(0.05)
     return ours
 
@@ -204,16 +214,17 @@ def start(
     check: a script's own refusals, called last. Raises UserError, the same on every rank, before anything is built or written.
     """
     global _run
-    cfg = dataclasses.replace(cfg)
+    cfg = copy.copy(cfg)  # not dataclasses.replace(): it forgets cfg.given
     device = pick_device(cfg)
+    timeout_s = cfg.hang_timeout if cfg.hang_timeout > 0 else 60  # what is not allowed is refused below, in one voice
     if not dist.is_initialized():
-        open_group(device, cfg.hang_timeout if cfg.hang_timeout > 0 else 60)  # what is not allowed is refused below, in one voice
+        open_group(device, timeout_s)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     control = group
     if device.type == "cuda":
-        limit = datetime.timedelta(seconds=cfg.hang_timeout)
+        limit = datetime.timedelta(seconds=timeout_s)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=group is not None)
+        control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=world_size < dist.get_world_size())
     run = Run(cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem, number=next(_numbers))
 
     everyones = run.everyone(cfg)
@@ -243,8 +254,8 @@ def start(
     cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
     cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
     least = dict.fromkeys(("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0)
-    least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power", "min_lr"), 0)
-    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window"), 1)).items():
+    least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power", "min_lr"), 0) | {"scale_min": 2.0**-24}
+    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window", "scale_hysteresis"), 1)).items():
         given, limit = getattr(cfg, key), {"beta1": 1, "beta2": 1, "scale_power": 128}.get(key, math.inf)
         if not value <= given < limit:
             raise UserError(f"{_flag(key)} {given}: allowed is {value} or more" + f", less than {limit}" * (given >= value))
@@ -301,7 +312,7 @@ def _set_up_torch(cfg: Config, device: torch.device) -> None:
     torch.backends.cuda.enable_flash_sdp(not hopper or cfg.deterministic)
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(cfg.deterministic)
 
 
 def _one_prepares(run: Run, prepare: Callable[[], None]) -> None:
@@ -335,7 +346,7 @@ def _open_run_folder(run: Run) -> None:
         facts = {
             "config": dataclasses.asdict(cfg),
             "model": dataclasses.asdict(run.model_cfg),
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "world_size": run.world_size,
             "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
             "torch": torch.__version__,
@@ -345,10 +356,14 @@ def _open_run_folder(run: Run) -> None:
             "data": {"path": cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
         }
         try:
+            if not cfg.out and not _job and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+                raise UserError("torchrun has started this job again, and its store forgot the run's folder: --out names one that stays")
             out = Path(cfg.out or _recall(run, "folder") or _new_folder(run.script))
             out.mkdir(parents=True, exist_ok=True)
             (out / ".config.json").write_text(json.dumps(facts, indent=1))  # see own_folder()
             _remember(run, "folder", str(out))
+        except UserError as problem:
+            error = str(problem)
         except OSError as problem:
             error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
     error, out = run.everyone((error, out))[0]
@@ -367,15 +382,19 @@ def _new_folder(script: str) -> Path:
             path = path.with_name(path.name + "-2")
 
 
+def _note(run: Run, what: str) -> str:
+    """The key of a note that this run, of all that a job may hold, finds again when torchrun has started the ranks anew."""
+    return f"{what}/{dist.get_rank()}/{run.number}/{shlex.join(sys.argv)}"
+
+
 def _remember(run: Run, what: str, value: str) -> None:
-    """On the run's rank 0: note something that this run finds again when torchrun has started the ranks anew."""
+    """On the run's rank 0: leave a note."""
     if _job:
-        _job.set(f"{what}/{dist.get_rank()}/{run.number}", value)
+        _job.set(_note(run, what), value)
 
 
 def _recall(run: Run, what: str) -> str | None:
-    key = f"{what}/{dist.get_rank()}/{run.number}"
-    return _job.get(key).decode() if _job and _job.check([key]) else None
+    return _job.get(_note(run, what)).decode() if _job and _job.check([_note(run, what)]) else None
 
 
 def own_folder(run: Run) -> None:
@@ -426,7 +445,7 @@ def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
     groups = {}
     for c in dict.fromkeys(map(colour, range(run.world_size))):
         members = [job_rank for rank, job_rank in enumerate(ranks) if colour(rank) == c]
-        groups[c] = dist.new_group(members, timeout=timeout, use_local_synchronization=run.group is not None)
+        groups[c] = dist.new_group(members, timeout=timeout, use_local_synchronization=run.world_size < dist.get_world_size())
     return groups[colour(run.rank)]
 
 
@@ -520,6 +539,8 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
         if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
             say(f"resume: {_flag(key)} {old} -> {getattr(cfg, key)}")
     own_folder(run)
+    if cfg.log_samples:
+        drop_rows(Path(run.out, f"samples-{run.rank}.jsonl"), saved["step"])
     say(f"resume: going on from {path} at step {saved['step']}")
     if saved["step"] >= cfg.steps:
         say(f"resume: {saved['step']} steps are done and --steps is {cfg.steps}: nothing left to do")

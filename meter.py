@@ -204,7 +204,8 @@ class Meter:
         """
         parts = self._parts()
         seconds = sum(parts.values())
-        self.step_traffic = {op: (self.calls[op], self.bytes[op]) for op in self.calls}
+        if not skipped:  # a skipped step has no update to send
+            self.step_traffic = {op: (self.calls[op], self.bytes[op]) for op in self.calls}
         self.bytes.clear()
         self.calls.clear()
         # a step that also evaluated or saved is not a slower step: those seconds stand beside, not in the rate
@@ -257,23 +258,19 @@ class Meter:
             return
         if self.file is None:
             path = Path(self.run.out, "log.jsonl")
-            # rows from this step on are of a run that ended before it saved them: they will be written again
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) < row["step"]] if path.exists() else []
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            os.replace(temporary, path)
+            drop_rows(path, row["step"])
             self.file = open(path, "a", buffering=1)  # by line: a killed run loses none
         self.file.write(json.dumps(row) + "\n")
 
     def _print(self, row: dict) -> None:
         recent = sorted(r["step_ms"] for r in self.rows[-20:])
-        left = (self.run.cfg.steps - 1 - row["step"]) * recent[len(recent) // 2] / 1e3
+        left = int((self.run.cfg.steps - 1 - row["step"]) * recent[len(recent) // 2] / 1e3)
         say(
             f"step {row['step']:5d}/{self.run.cfg.steps}  loss {row['loss']:.4f}  "
             + (f"norm {row['grad_norm']:.3f}  " if row["grad_norm"] is not None else "norm not finite: skipped  ")
             + f"lr {row['lr']:.2e}  {row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms  "
             + (f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else "")
-            + f"{row['peak_gb']:.1f} GB  {time.strftime('%H:%M:%S', time.gmtime(left))} left"
+            + f"{row['peak_gb']:.1f} GB  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
         )
 
@@ -290,7 +287,7 @@ class Meter:
         say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items() if share >= 0.0005))
         rates = sorted(r["tok_s_gpu"] for r in rows)
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
-        for op in dict.fromkeys((*(op for op, _, _ in traffic), *self.step_traffic)):
+        for op in dict.fromkeys((*(op for op, _, _ in traffic), *self.step_traffic)) if self.step_traffic else ():
             sizes = [size for o, _, size in traffic if o == op]
             (pc, pb), (mc, mb) = (len(sizes), sum(sizes)), self.step_traffic.get(op, (0, 0))
             verdict = "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
@@ -299,6 +296,15 @@ class Meter:
         say("memory: " + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items()) + f" = {predicted / 1e9:.3f} GB predicted")
         kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
         say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
+
+
+def drop_rows(path: Path, step: int) -> None:
+    """Drop the rows from `step` on: of a run that ended before it saved them, they will be written again."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) < step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
 
 
 def _step_of(line: str) -> int:

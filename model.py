@@ -95,8 +95,10 @@ def _from_hf(name: str, hf: dict) -> dict:
     for key in needed:
         if not isinstance(hf.get(key), int) or hf[key] < 1:
             raise UserError(f"--model {name}: {key} is {hf.get(key, 'missing')}, a Llama config has {', '.join(needed)}, each 1 or more")
-    scaling = hf.get("rope_scaling") or {}
-    parameters = hf.get("rope_parameters") or {}  # transformers 5 keeps theta in here
+    scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}  # transformers 5 keeps theta in the second
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(value, dict):
+            raise UserError(f"--model {name}: {key} = {value!r} is no object")
     cannot = {
         "model_type": hf.get("model_type", "llama") != "llama",
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
@@ -134,6 +136,9 @@ def check_config(cfg: ModelConfig) -> None:
         raise UserError(f"model: n_embd = {cfg.n_embd} over n_head = {cfg.n_head} must give an even whole head size (rotary pairs)")
     if cfg.n_head % cfg.n_kv_head:
         raise UserError(f"model: n_head = {cfg.n_head} is not a multiple of n_kv_head = {cfg.n_kv_head}")
+    for key in ("rope_theta", "norm_eps"):
+        if not 0 < getattr(cfg, key) < math.inf:
+            raise UserError(f"model: {key} = {getattr(cfg, key)}, allowed is more than 0")
     if not 0 <= cfg.dropout < 1:
         raise UserError(f"--dropout {cfg.dropout}: allowed is 0 <= dropout < 1")
 

@@ -48,12 +48,17 @@ class FlatUnit:
         shape, a = self.shapes[name], self.start[name]
         return flat[a : a + math.prod(shape)].view(shape)
 
+    def overlap(self, name: str, first: int, length: int) -> tuple[int, int]:
+        """[a, b): the elements of the buffer that are both parameter `name`'s and in [first, first + length); a == b if none are."""
+        start = self.start[name]
+        a = min(max(start, first), first + length)
+        return a, max(a, min(start + math.prod(self.shapes[name]), first + length))
+
     def pieces(self, prefix: str, shard: Tensor, first: int = 0) -> dict[str, Piece]:
         """The parameters as far as `shard`, elements [first, first + len) of the buffer, holds them; named prefix + name."""
         found = {}
         for name, shape in self.shapes.items():
-            a = max(self.start[name], first)
-            b = min(self.start[name] + math.prod(shape), first + shard.numel())
+            a, b = self.overlap(name, first, shard.numel())
             found[prefix + name] = (
                 flat_piece(shape, a - self.start[name], shard[a - first : b - first]) if a < b else Piece(shape, shard.dtype)
             )
@@ -108,8 +113,8 @@ def gradient_factor(norm: float, clip: float) -> float:
 class LossScaler:
     """The factor on the loss that keeps float16 gradients above underflow; 1 and constant in every other dtype.
 
-    Starts at 2^16, halves when a gradient overflowed (the first `hysteresis` - 1 overflows are let pass), doubles after
-    `window` good steps and one more, then every `window`: DeepSpeed's rule, torch's GradScaler does without the one more.
+    Starts at 2^16, halves when a gradient overflowed (the first `hysteresis` - 1 overflows are let pass), doubles at good
+    steps window + 1, 2 window + 1, ... in a row, as DeepSpeed does (torch's GradScaler: at window, 2 window, ...).
     In every dtype, a step whose gradient is not finite is skipped on all ranks; `patience` such steps in a row that
     lowering the scale cannot cure end the run.
     """

@@ -62,11 +62,12 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric  # alpha in torch 2.11 to 2.13, and only needed on GPUs
 
         self.mine = symmetric.empty(numel, dtype=dtype, device=run.device)
+        torch.cuda.synchronize(run.device)  # on every rank, before all meet: no signal of an earlier run is on its way any more
         try:
             self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
         except RuntimeError as error:  # a container may forbid what the cards could do
             raise UserError(f"the GPUs cannot map each other's memory ({error}); use --no-copy-engine") from None
-        self.handle.get_signal_pad(run.rank).zero_()  # it may have been an earlier run's, which ended with signals that nobody took
+        self.handle.get_signal_pad(run.rank).zero_()  # but some may have come that nobody took
         torch.cuda.synchronize(run.device)
         run.everyone(None)
         self.rank = run.rank

@@ -14,11 +14,11 @@ One step:
     all_reduce(loss sum, token count, stop flag)             3 numbers
     norm = |all buckets|;  clip;  AdamW on the fp32 masters;  masters -> bf16 weights
 
-The idea is in the third line: a block's gradients are final as soon as backward has passed the block, so their transfer
+The idea is in the second line: a block's gradients are final as soon as backward has passed the block, so their transfer
 can run behind the rest of backward; only the first unit's, the embedding's, has nothing left to hide behind.
 
-Bytes per parameter: master 4 + moments 8 + gradient 4 + bf16 weight 2 = 18. Bytes sent per rank and step: every bucket
-once, in a ring 2 (N-1)/N x 4 P (fp32 wire) or 2 (N-1)/N x 2 P (--wire bf16). All ranks end with the same bits, since each
+Bytes per parameter: master 4 + moments 8 + gradient 4 + bf16 weight 2 = 18 (and 2 for --wire bf16). Bytes sent per rank and step: every
+bucket once, in a ring 2 (N-1)/N x 4 P (fp32 wire) or 2 (N-1)/N x 2 P (--wire bf16). All ranks end with the same bits, since each
 sum is made once and copied, so the N updates that follow are the same update.
 
 Paper: Li et al., PyTorch Distributed, VLDB 2020 (arXiv 2006.15704).
@@ -105,24 +105,31 @@ class DataParallel:
         into = bucket.unit.view(bucket.grad, name)
         # bf16 gradient added in fp32; the first micro-batch overwrites, which saves clearing 4 bytes per parameter
         into.copy_(param.grad) if self.first_micro else into.add_(param.grad)
-        param.grad = None  # at most two blocks' bf16 gradients are alive
+        param.grad = None  # so that the bf16 gradients of one block are alive, not of all
         bucket.arrived += 1
         if bucket.arrived == len(bucket.unit.shapes):
             bucket.arrived = 0
             if self.last_micro and self.cfg.overlap:
                 self.all_reduce(bucket)
 
+    def holders(self, bucket: Bucket) -> dist.ProcessGroup | None:
+        """The ranks that hold the same parameters as this bucket."""
+        return self.group
+
     def all_reduce(self, bucket: Bucket) -> None:
-        """Start summing a bucket over the ranks; finish() waits."""
+        """Start summing a bucket over its holders; finish() waits."""
         bucket.note_norms()
+        group = self.holders(bucket)
+        if dist.get_world_size(group) == 1:
+            return
         bucket.wire = bucket.grad.to(self.run.wire_dtype)  # the bucket itself unless --wire narrows it
         with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
             if self.cfg.allreduce == "torch":
-                bucket.work = dist.all_reduce(bucket.wire, group=self.group, async_op=True)
+                bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
             elif self.cfg.allreduce == "ring":
-                ring_all_reduce(bucket.wire, group=self.group, fp32_partials=bucket.wire is not bucket.grad)
+                ring_all_reduce(bucket.wire, group=group, fp32_partials=bucket.wire is not bucket.grad)
             else:
-                central_all_reduce(bucket.wire, group=self.group)
+                central_all_reduce(bucket.wire, group=group)
 
     def finish(self) -> None:
         """Wait until every bucket holds the sum over all ranks."""
@@ -172,7 +179,7 @@ class DataParallel:
 
 
 def bucket_bytes(run: Run, units: dict[str, dict[str, tuple[int, ...]]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that the buckets of these parameters take, by term; and the bytes each of them sends."""
+    """Bytes that the buckets of these parameters take, by term; and the bytes each of them sends, where several ranks hold it."""
     master, compute, wire = run.master_dtype.itemsize, run.dtype.itemsize, run.wire_dtype.itemsize
     sizes = {unit: sum(map(math.prod, shapes.values())) for unit, shapes in units.items()}
     P = sum(sizes.values())
@@ -182,8 +189,11 @@ def bucket_bytes(run: Run, units: dict[str, dict[str, tuple[int, ...]]]) -> tupl
         "gradients": master * P,
         "compute weights": 0 if compute == master else compute * P,
         "gradients in passing": compute * max(sizes.values()),
-        "gradients on the wire": wire * P if wire != master else 0,
+        "gradients on the wire": wire * P if wire != master and run.dp > 1 else 0,
     }
+    if run.cfg.allreduce != "torch":
+        largest = max(sizes.values())
+        memory["reduction buffers"] = extra_bytes(run.cfg.allreduce, largest, wire, run.dp, run.device.type, wire != master)
     return memory, {unit: wire * size for unit, size in sizes.items()}
 
 
@@ -191,10 +201,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     memory, sent = bucket_bytes(run, unit_shapes(run.model_cfg))
     memory["activations"] = activation_bytes(run.model_cfg, run.cfg.micro_batch, run.dtype.itemsize, run.cfg.recompute, run.cfg.compile)
-    if run.cfg.allreduce != "torch":
-        largest, itemsize, partials = max(sent.values()), run.wire_dtype.itemsize, run.wire_dtype != run.master_dtype
-        memory["receive buffers"] = extra_bytes(run.cfg.allreduce, largest // itemsize, itemsize, run.world_size, run.device.type, partials)
-    traffic = [("all_reduce", unit, size) for unit, size in reversed(sent.items())]
+    traffic = [("all_reduce", unit, size) for unit, size in reversed(sent.items()) if run.dp > 1]
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24)]
 
 
@@ -306,7 +313,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 saver.save(done, ddp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (
-                    f"the same command with --out {run.out} goes on from there"
+                    f"the same command with --out {run.out} --resume auto goes on from there"
                     if cfg.save_every
                     else "without --save-every nothing was saved"
                 )

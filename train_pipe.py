@@ -50,6 +50,7 @@ Papers: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., Megatron-LM (2
 
 import dataclasses
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterator
@@ -162,6 +163,16 @@ def draw(name: str, stages: int, micro_batches: int, chunks: int = 1) -> str:
         lines.append(f"  stage {s}  {''.join(line)}  holds {held}" + f"/{chunks}" * (chunks > 1))
     idle = 1 - 3 * micro_batches * chunks / units
     return "\n".join([f"{name}: {stages} stages, {micro_batches} micro-batches, idle {idle:.1%} of the time", *lines])
+
+
+def draw_all(stages: int, micro_batches: int, chunks: int) -> None:
+    """--draw. Raises UserError where there is nothing to draw."""
+    if min(stages, micro_batches, chunks) < 1:
+        raise UserError(f"--draw of {stages} stages, {micro_batches} micro-batches, {chunks} chunks: allowed is 1 or more")
+    if int(os.environ.get("RANK", 0)) == 0:
+        for name, parts in (("gpipe", 1), ("1f1b", 1), ("interleaved", chunks)):
+            fits = parts == 1 or micro_batches % stages == 0
+            print(draw(name, stages, micro_batches, parts) if fits else f"interleaved: micro-batches must be a multiple of {stages}")
 
 
 def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "") -> list[range]:
@@ -487,7 +498,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         # slots for two messages each way, or one posted receive each
         "receive buffers": boundary * (4 if run.copy_engine else len({what for op, what, _ in traffic if op == "recv"})),
     }
-    traffic += [("all_reduce", unit, size) for unit, size in reversed(sent.items())]
+    traffic += [("all_reduce", unit, size) for unit, size in reversed(sent.items()) if run.dp > 1]
     if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
         traffic.append(("all_reduce", "tied embedding", run.master_dtype.itemsize * model_cfg.vocab_size * model_cfg.n_embd))
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24), ("all_reduce", "squared norm", 8)]
@@ -557,10 +568,7 @@ def evaluate(run: Run, model: GPT) -> float:
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
     if cfg.draw:
-        micro_batches = cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8
-        for name, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", cfg.chunks)):
-            if micro_batches % (cfg.pp or 4) == 0 or chunks == 1:
-                say(draw(name, cfg.pp or 4, micro_batches, chunks))
+        draw_all(cfg.pp or 4, cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8, cfg.chunks)
         return []
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
@@ -665,7 +673,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (
-                    f"the same command with --out {run.out} goes on from there"
+                    f"the same command with --out {run.out} --resume auto goes on from there"
                     if cfg.save_every
                     else "without --save-every nothing was saved"
                 )

@@ -48,6 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 import launch
 import model as gpt
+import train_ddp
 from checkpoint import Checkpointer, Piece, slice_piece, whole_piece
 from data import Batches, val_batches
 from flags import UserError
@@ -59,7 +60,7 @@ from train_ddp import Bucket, DataParallel, bucket_bytes
 
 
 @dataclass
-class Config(launch.Config):
+class Config(train_ddp.Config):
     tp: int = 0  # ranks that divide each matrix among them; the rest is data parallel [all ranks]
 
 
@@ -463,16 +464,9 @@ class TensorParallel(DataParallel):
         held = slice_shapes(self.slices, run.model_cfg)
         super().__init__(model, run, held, group, lambda out, name, run: self.slices[name].init(out, name, run))
 
-    def all_reduce(self, bucket: Bucket) -> None:
-        """Start summing a bucket over the ranks that hold the same; finish() waits."""
-        bucket.note_norms()
-        # one sum over teams and replicas at once: in two steps, copies could differ in the last bit
-        group = self.run.group if bucket.unit.name == "norms" else self.group
-        if dist.get_world_size(group) == 1:
-            return
-        bucket.wire = bucket.grad.to(self.run.wire_dtype)  # the bucket itself unless --wire narrows it
-        with at("all_reduce", bucket.unit.name, bucket.wire.nbytes):
-            bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
+    def holders(self, bucket: Bucket) -> dist.ProcessGroup | None:
+        """The replicas of this slice; of the norms all ranks: in two sums, over team and replicas, copies could differ in the last bit."""
+        return self.run.group if bucket.unit.name == "norms" else self.group
 
     def grad_norm(self) -> float:
         """Norm of the summed gradient: each slice once, the norms once. Gathered and added here, so all ranks get the same bits."""
@@ -498,7 +492,6 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     master, compute = run.master_dtype.itemsize, run.dtype.itemsize
     parts = slices(TensorParallelGPT(m, Team(tp, run.rank % tp, None, None)))
     memory, sent = bucket_bytes(run, slice_shapes(parts, m))
-    memory["gradients on the wire"] *= dp > 1
     tokens = cfg.micro_batch * m.seq_len
     memory |= {
         "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile) // tp,
@@ -639,7 +632,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 saver.save(done, tp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (
-                    f"the same command with --out {run.out} goes on from there"
+                    f"the same command with --out {run.out} --resume auto goes on from there"
                     if cfg.save_every
                     else "without --save-every nothing was saved"
                 )

@@ -41,6 +41,7 @@ unit waits for the next forward pass to reach it, so that the first units comput
 Papers: Rajbhandari et al., ZeRO (arXiv 1910.02054); Ren et al., ZeRO-Offload (2101.06840).
 """
 
+import copy
 import dataclasses
 import math
 import os
@@ -90,11 +91,9 @@ class Unit:
         self.first = run.rank * size if stage else 0
         self.mine = slice(self.first, self.first + size)
         self.master = torch.zeros(size, dtype=run.master_dtype, device=run.device)
-        for name, shape in flat.shapes.items():  # only this rank's elements are ever made
-            start = flat.start[name]
-            a, b = max(start, self.first), min(start + math.prod(shape), self.first + size)
-            if a < b:
-                init_range(self.master[a - self.first : b - self.first], name, a - start, run.model_cfg, run.cfg.seed)
+        for name in flat.shapes:  # only this rank's elements are ever made
+            a, b = flat.overlap(name, self.first, size)
+            init_range(self.master[a - self.first : b - self.first], name, a - flat.start[name], run.model_cfg, run.cfg.seed)
         if stage == 3:
             self.weights, self.shard = buffer[: flat.padded], shard
         else:
@@ -143,7 +142,7 @@ class Zero:
         me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         take = self.open_host() if self.cfg.offload == "optimizer" else None
         for i, flat in enumerate(flats):
-            unit = Unit(flat, i, self.stage, buffers[self.slot(i)], shards[i], run)
+            unit = Unit(flat, i, self.stage, buffers[buffer_of(i, run.model_cfg.tie)], shards[i], run)
             if take:  # at once: the GPU never holds two units' masters
                 unit.to_host(take)
             zeros = take or torch.zeros_like
@@ -162,14 +161,12 @@ class Zero:
             self.received = [torch.empty(self.longest, dtype=self.wire_dtype, device=run.device) for _ in range(2)]
         self.under_way: list[UnderWay | None] = [None, None]
         self.first_micro = self.last_micro = True
-        self.later = self.cfg.offload == "optimizer" and self.cfg.overlap and self.stage < 3  # updates wait for the next forward pass
+        self.later = self.cfg.offload == "optimizer" and self.cfg.overlap and self.stage < 3
+        # later: adamw_step() notes updates as due; the next forward pass's use() makes each, publish() sends it, arrive() waits for it
         self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
         self.suspects: list[str] = []
         self.add = torch.compile(add_in_order, dynamic=True) if self.cuda and self.cfg.compile else add_in_order
         self.masters_changed()
-
-    def slot(self, i: int) -> int:
-        return 2 if i == 0 and self.run.model_cfg.tie else i % 2
 
     # -- weights come --
 
@@ -201,8 +198,8 @@ class Zero:
 
     def all_gather(self, i: int) -> None:
         """Start bringing unit i into its buffer, over unit i-2 or i+2, whose compute is queued before; nothing if it is there."""
-        unit = self.units[i]
-        if self.held[self.slot(i)] != i:
+        unit, buffer = self.units[i], buffer_of(i, self.run.model_cfg.tie)
+        if self.held[buffer] != i:
             with at("all_gather", unit.flat.name, unit.weights.nbytes):
                 if self.shards is None:
                     unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
@@ -210,7 +207,7 @@ class Zero:
                     a = unit.shard.storage_offset()
                     theirs = [memory[a : a + len(unit.shard)] for memory in self.shards.of]
                     unit.gathering = self.shards.fetch(list(zip(unit.weights.chunk(len(theirs)), theirs)), settled=True)
-            self.held[self.slot(i)] = i
+            self.held[buffer] = i
 
     def arrive(self, i: int) -> None:
         unit = self.units[i]
@@ -254,11 +251,11 @@ class Zero:
         else:
             full = self.full[slot][: unit.flat.padded]
         received = self.received[slot][: unit.flat.padded] if self.stage and n > 1 else full
-        if self.stage == 0:
+        if n == 1:
+            work = None
+        elif self.stage == 0:
             with at("all_reduce", unit.flat.name, full.nbytes):
                 work = dist.all_reduce(full, group=group, async_op=True)
-        elif n == 1:
-            work = None
         else:
             with at("reduce_scatter", unit.flat.name, full.nbytes):
                 if self.fulls is None:
@@ -369,6 +366,8 @@ class Zero:
         if self.stage in (1, 2):
             with at("optimizer") if self.later else at("all_gather", unit.flat.name, unit.weights.nbytes):
                 unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+            if not self.cfg.overlap:
+                self.arrive(unit.index)
 
     def masters_changed(self) -> None:
         """After a load: bring the compute weights up to date."""
@@ -477,11 +476,18 @@ def flat_units(run: Run) -> list[FlatUnit]:
 
 def wire_dtype(run: Run) -> torch.dtype:
     """In which gradients travel: as summed over the micro-batches (stage 0, 1), as computed (2, 3), or bf16 on demand."""
-    return run.dtype if run.cfg.stage >= 2 and run.wire_dtype == run.master_dtype else run.wire_dtype
+    if run.world_size == 1 or run.wire_dtype == run.master_dtype:
+        return run.dtype if run.cfg.stage >= 2 else run.master_dtype
+    return run.wire_dtype
+
+
+def buffer_of(i: int, tied: bool) -> int:
+    """Stage 3: which buffer unit i takes: one of two in turn, a tied embedding its own, for both ends of a pass need it."""
+    return 2 if tied and i == 0 else i % 2
 
 
 def buffer_lengths(flats: list[FlatUnit], tied: bool) -> list[int]:
-    """Stage 3: elements of the two buffers that units take in turn, and of a tied embedding's own: both ends of a pass need it."""
+    """Stage 3: elements of the three buffers."""
     longest = max(flat.padded for flat in flats[tied:])
     return [longest, longest, flats[0].padded if tied else 0]
 
@@ -493,10 +499,10 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
     for micro in range(accum):
         backward = list(range(units - 2, 0, -1)) + ([0] if overlap and micro < accum - 1 else [])
         for i in forward + backward:
-            slot = 2 if tied and i == 0 else i % 2
-            if held.get(slot) != i:
+            buffer = buffer_of(i, tied)
+            if held.get(buffer) != i:
                 order.append(i)
-            held[slot] = i
+            held[buffer] = i
     return order
 
 
@@ -528,7 +534,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         order = gather_order(len(units), run.accum, run.model_cfg.tie, cfg.overlap)
         traffic += [("all_gather", units[i].name, compute * units[i].padded) for i in order]
     op = "reduce_scatter" if cfg.stage else "all_reduce"
-    times = 0 if cfg.stage and n == 1 else run.accum if cfg.stage >= 2 else 1
+    times = 0 if n == 1 else run.accum if cfg.stage >= 2 else 1
     traffic += times * [(op, u.name, wire * u.padded) for u in reversed(units)]
     traffic += [("all_reduce", "loss, tokens, stop", 24)] + ([("all_reduce", "squared norm", 8)] if cfg.stage else [])
     if cfg.stage in (1, 2):
@@ -548,7 +554,9 @@ def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     values, lines = read_deepspeed(cfg.deepspeed, world_size, given)
     if int(os.environ.get("RANK", 0)) == 0:
         print("\n".join(lines), flush=True)
-    return dataclasses.replace(cfg, **values)
+    cfg = copy.copy(cfg)  # not dataclasses.replace(): it forgets cfg.given
+    vars(cfg).update(values)
+    return cfg
 
 
 # [same in every train_*.py
@@ -664,7 +672,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 saver.save(done, zero.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
                 going_on = (
-                    f"the same command with --out {run.out} goes on from there"
+                    f"the same command with --out {run.out} --resume auto goes on from there"
                     if cfg.save_every
                     else "without --save-every nothing was saved"
                 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, final_weights, run_ranks, toy_files, train
+from harness import ROOT, TOY, final_weights, run_ranks, toy_files, train
 from torch.distributed.run import get_args_parser
 
 import launch
@@ -148,6 +148,7 @@ def test_refusals_before_anything_is_built(tmp_path):
         (tmp_path / f"{name}.bin").write_bytes(content)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "halfhf.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}))
+    (tmp_path / "rope.json").write_text(json.dumps(TOY | {"rope_theta": -1}))
     (tmp_path / "blocked").write_text("a file")
     bins = {k: {"data": f"{tmp_path}/{k}.bin", "vocab_size": RAW} for k in ("empty", "byte", "odd", "none")}
     cases = {
@@ -158,10 +159,13 @@ def test_refusals_before_anything_is_built(tmp_path):
         "keep": ({"keep_last": 0}, "--keep-last 0: allowed is 1 or more"),
         "beta": ({"beta1": 1.0}, "--beta1 1.0: allowed is 0 or more, less than 1"),
         "lr": ({"lr": float("inf")}, "--lr inf: allowed is 0 or more, less than inf"),
+        "hysteresis": ({"scale_hysteresis": 0}, "--scale-hysteresis 0: allowed is 1 or more"),
+        "least scale": ({"scale_min": 0.0}, "--scale-min 0.0: allowed is"),
         "window": ({"scale_window": 0}, "--scale-window 0: allowed is 1 or more"),
         "dropout": ({"dropout": 1.0}, "--dropout 1.0: allowed is 0 <= dropout < 1"),
         "differ": ({"lr": [1e-3, 2e-3], "micro_batch": [1, 2]}, "the ranks were started with different flags: --micro-batch, --lr"),
         "model": ({"model": "gigantic"}, "--model gigantic: neither a size"),
+        "rope": ({"model": f"{tmp_path}/rope.json"}, "rope_theta = -1, allowed is more than 0"),
         "half a config": ({"model": f"{tmp_path}/halfhf.json"}, "num_hidden_layers is missing"),
         "vocabulary": ({"vocab_size": 60}, "has a vocabulary of 61 (ids), the model knows 60 ids; use --vocab-size 61 or more"),
         "no such data": ({"data": f"{tmp_path}/nowhere"}, f"{tmp_path}/nowhere"),
@@ -220,6 +224,11 @@ def test_short_validation_split(tmp_path):
 
 def test_one_line_and_exit_code_2(toy, tmp_path):
     """One process: an error line and nothing else; two: the line once, and again in torchrun's report of the root cause."""
+    zeros = [
+        begin(0, ROOT / f"{script}.py", *words(toy, tmp_path / "run", **{key: 0}))
+        for script, key in (("train_ddp", "lr"), ("train_zero", "steps"))
+    ]
+    assert [end(job)[::2] for job in zeros] == [(2, f"error: --{key} 0: allowed is more than 0\n") for key in ("lr", "steps")]
     code, out, err = end(begin(0, ROOT / "train_ddp.py", *words(toy, tmp_path / "run", micro_batch=5)))
     assert code == 2 and out == "" and err.startswith("error: --global-batch 12 is not a multiple") and err.count("\n") == 1
     jobs = [begin(2, ROOT / "train_ddp.py", *flags) for flags in (["--learning-rate", "1"], words(toy, tmp_path / "run", micro_batch=5))]

@@ -243,6 +243,22 @@ def test_bf16_gradients_are_added_in_fp32(tmp_path):
         assert sum(box.numel() for _, box in sum0 + sum1) == expected.numel()
 
 
+def test_where_nothing_travels_nothing_is_rounded(tmp_path):
+    """--wire bf16 on one process, and where each rank is the only one to hold its part: the bits of an fp32 wire."""
+    toy_files(tmp_path, n_layer=4)
+    flags = dict(dtype="float32", micro_batch=3, steps=3, save_every=0)
+    kinds = {"ddp": ("train_ddp", flags)} | {f"zero {s}": ("train_zero", flags | {"stage": s}) for s in (0, 1, 2)}
+    for ranks, scripts in ((1, kinds), (2, {"pipe": ("train_pipe", flags)})):
+        variants = {
+            f"{kind} {wire}": (script, own | {"wire": wire}) for kind, (script, own) in scripts.items() for wire in ("fp32", "bf16")
+        }
+        results = run_ranks(ranks, runs, str(tmp_path), variants, timeout=100)[0]
+        for kind in scripts:
+            assert [[r["grad_norm"] for r in results[f"{kind} {wire}"][0]] for wire in ("fp32", "bf16")] == [
+                [r["grad_norm"] for r in results[f"{kind} fp32"][0]]
+            ] * 2, kind
+
+
 def test_bf16_wire(tmp_path):
     """--wire bf16: losses stay within 1e-3 of fp32's over 20 steps, and the banner says which it is."""
     toy_files(tmp_path)

@@ -229,7 +229,7 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
         "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12", "--micro-batch": "1",
         "--steps": "40", "--workers": "0", "--save-every": "5", "--keep-last": "3", "--eval-every": "0", "--dropout": "0.1", "--stage": "2",
     }  # fmt: skip
-    words = [word for pair in flags.items() for word in pair]
+    words = [word for pair in flags.items() for word in pair] + ["--log-samples"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     call = [*torchrun, str(ROOT / "train_zero.py"), *words, "--out", str(tmp_path / "whole")]
@@ -250,6 +250,8 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
         finally:
             job.kill()
     assert "resume: going on from" in (tmp_path / "screen").read_text()
+    ids = [samples(tmp_path / name, 2) for name in ("whole", "killed")]
+    assert ids[0] == ids[1]  # each step once, as in the log
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     whole = [json.loads(line) for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()]
     assert rows_of(rows) == rows_of(whole) and len(rows) == 40

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, run_ranks, toy_files, train
 
+import train_ddp
 from model import GPT
 
 SCRIPTS = {"train_ddp": "ddp", "train_zero": "zero", "train_tp": "tp", "train_pipe": "pipe"}  # script -> its strategy object
@@ -80,6 +81,20 @@ def test_each_run_compiles_for_itself(tmp_path):
     """main(cfg) can be called again: what one run compiled does not count against the next one's limit, nor make its shapes dynamic."""
     toy_files(tmp_path)
     assert [len(rows) for rows in run_ranks(1, compiled, str(tmp_path))[0].values()] == [1, 1]
+
+
+def alone_then_together(rank, folder):
+    """Two runs on rank 0 alone, one on rank 1, then one on both."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", global_batch=12, micro_batch=3, steps=1, eval_every=0)
+    for i in range(2 - rank):
+        train_ddp.main(train_ddp.Config(**flags, out=f"{folder}/{rank}{i}"), groups[rank])
+    return len(train_ddp.main(train_ddp.Config(**flags, out=f"{folder}/both")))
+
+
+def test_runs_on_parts_then_on_all(tmp_path):
+    toy_files(tmp_path)
+    assert run_ranks(2, alone_then_together, str(tmp_path)) == [1, 1]
 
 
 def two_ways(rank, script, folder, together):

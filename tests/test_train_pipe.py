@@ -169,6 +169,8 @@ def test_command_line(tmp_path):
     toy_files(tmp_path)
     done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
     assert done.returncode == 0 and done.stdout == f"{draw('gpipe', 3, 6)}\n{draw('1f1b', 3, 6)}\n{draw('interleaved', 3, 6, 2)}\n"
+    done = command("--draw", "--global-batch", "2", "--micro-batch", "4")
+    assert (done.returncode, done.stderr) == (2, "error: --draw of 4 stages, 0 micro-batches, 2 chunks: allowed is 1 or more\n")
     done = command("--pp", "2", "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run")
     assert (done.returncode, done.stderr) == (2, "error: tp*pp=2 does not divide the world of 1 ranks\n")
 
