@@ -46,6 +46,10 @@ wanted=${STRATEGIES:-zero2 ddp zero3 tp pipe zero1 zero2-offload}
 for name in $wanted; do
     strategy "$name" >/dev/null || { echo "error: STRATEGIES has $name; allowed are single ${TIERS[*]} compute-only" >&2; exit 2; }
 done
+for word in $MICRO; do
+    [[ $word =~ ^([a-z0-9-]+=)?[1-9][0-9]*$ ]] && { [[ $word != *=* ]] || strategy "${word%%=*}" >/dev/null; } ||
+        { echo "error: MICRO has $word; allowed are 4 or STRATEGY=4" >&2; exit 2; }
+done
 for n in $GPUS; do
     [[ $n =~ ^[1-9][0-9]*$ ]] || { echo "error: GPUS has $n; allowed are whole numbers, as in GPUS=\"1 2 4\"" >&2; exit 2; }
     [ $device = cpu ] || [ "$n" -le "$present" ] || { echo "error: GPUS has $n; there are $present" >&2; exit 2; }
@@ -107,7 +111,7 @@ cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that say
         limited "$out.explain.txt" "${launcher[@]}" "${script[@]}" "${flags[@]}" --explain
         echo "FAILED    $name on $n does not fit: $(awk -v card="$card_bytes" '/^memory of one rank, GB:/ {
             printf "%.1f GB predicted, the card has %.1f GB: %.1f GB too much", $NF, card / 1e9, $NF - card / 1e9 }' "$out.explain.txt")"
-    elif [ $code -ge 124 ]; then
+    elif [ $code -eq 124 ] || [ $code -eq 137 ]; then
         echo "FAILED    $name on $n: it took more than LIMIT=$LIMIT s (log: $out.txt)"
     else
         echo "FAILED    $name on $n: exit code $code: $(reason "$out.txt") (log: $out.txt)"

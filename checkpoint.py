@@ -36,12 +36,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
@@ -113,6 +113,20 @@ def _layout(pieces: dict[str, Piece]) -> dict[str, tuple]:
     return {n: (tuple(p.shape), p.dtype, [(tuple(o), tuple(t.shape)) for o, t in p.boxes]) for n, p in pieces.items()}
 
 
+def _fill(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Whether boxes, (offsets, sizes) each, cover a tensor of `shape`, every element once."""
+    boxes = sorted((tuple(o), tuple(s)) for o, s in boxes if math.prod(s))
+    for i, (offsets, sizes) in enumerate(boxes):
+        if not all(0 <= o and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            return False
+        for others, extent in islice(boxes, i + 1, None):
+            if not shape or others[0] >= offsets[0] + sizes[0]:  # in order of the first dimension: neither do those behind it
+                break
+            if all(o < p + t and p < o + s for o, s, p, t in zip(offsets, sizes, others, extent)):
+                return False
+    return sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+
+
 def _share_out(layouts: list[dict[str, tuple]]) -> list[set]:
     """Which boxes, as (name, offsets), each rank writes: what several hold goes to the one with least to write. The same on every rank."""
     kinds, holders = {}, {}
@@ -122,15 +136,15 @@ def _share_out(layouts: list[dict[str, tuple]]) -> list[set]:
                 raise ValueError(f"{name}: {dtype} {shape} on rank {rank}, {kinds[name]} on a rank before it")
             for offsets, sizes in boxes:
                 holders.setdefault((name, offsets, sizes), []).append(rank)
-    found, nbytes, shares = dict.fromkeys(kinds, 0), [0] * len(layouts), [set() for _ in layouts]
+    found, nbytes, shares = {name: [] for name in kinds}, [0] * len(layouts), [set() for _ in layouts]
     for (name, offsets, sizes), ranks in holders.items():
         rank = min(ranks, key=lambda r: nbytes[r])
         nbytes[rank] += math.prod(sizes) * kinds[name][1].itemsize
         shares[rank].add((name, offsets))
-        found[name] += math.prod(sizes)
+        found[name].append((offsets, sizes))
     for name, (shape, _) in kinds.items():
-        if found[name] != math.prod(shape):
-            raise ValueError(f"{name}: the boxes of all ranks hold {found[name]} elements, its shape {shape} has {math.prod(shape)}")
+        if not _fill(found[name], shape):
+            raise ValueError(f"{name}: the boxes of all ranks do not make up its shape {shape}: {found[name]}")
     return shares
 
 
@@ -258,8 +272,7 @@ def read_index(path: Path) -> dcp.Metadata:
                 file = index.storage_data[dcp.MetadataIndex(name, chunk.offsets)].relative_path
                 if not re.fullmatch(r"__\d+_\d+\.distcp", file):
                     raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
-            boxes = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in tensor.chunks}
-            if len(boxes) < len(tensor.chunks) or sum(boxes.values()) != math.prod(tensor.size):
+            if not _fill(((chunk.offsets, chunk.sizes) for chunk in tensor.chunks), tensor.size):
                 raise ValueError(f"the boxes of {name!r} do not fill its shape {tuple(tensor.size)}")
     except Exception as e:  # a hostile or damaged pickle may raise anything
         raise UserError(f"{path / '.metadata'} is refused: {e}") from e
@@ -285,7 +298,8 @@ def _read_json(file: Path) -> dict:
 
 def _manifest(path: Path) -> dict:
     if not (path / "checksums.json").is_file():
-        raise UserError(f"{path} is no complete checkpoint, checksums.json is missing")
+        inside = f"; did you mean {newest[-1]}?" if (newest := steps(path / "ckpt") or steps(path)) else ""
+        raise UserError(f"{path} is no complete checkpoint, checksums.json is missing{inside}")
     manifest = _read_json(path / "checksums.json")
     files = manifest.get("files") if manifest.get("format") == FORMAT else None
     if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
@@ -329,11 +343,12 @@ def verify(path: str | Path, rank: int = 0, world_size: int = 1) -> list[str]:
 def steps(folder: str | Path) -> list[Path]:
     """The checkpoints under `folder` by name, oldest first; not verified. Temporary and foreign names are left out."""
     found = Path(folder).glob("step_*")
-    return sorted((p for p in found if re.fullmatch(r"step_\d+", p.name)), key=lambda p: int(p.name[5:]))
+    return sorted((p for p in found if re.fullmatch(r"step_\d+", p.name) and p.is_dir()), key=lambda p: int(p.name[5:]))
 
 
-def _fsync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
@@ -472,12 +487,12 @@ class Checkpointer:
         for name, (nbytes, _) in files.items():
             if (tmp / name).stat().st_size != nbytes:  # stat through this machine's eyes: a rank may have written elsewhere
                 raise UserError(f"{tmp / name} has {(tmp / name).stat().st_size} bytes, {nbytes} were written")
-        _fsync(tmp)
+        fsync(tmp)
         final = self.folder / tmp.name.removeprefix(".tmp-")
         if final.exists():  # a damaged one, or a step trained again; _tidy puts it back if the power goes between the two renames
             _move_aside(final, ".old-")
         tmp.rename(final)
-        _fsync(self.folder)
+        fsync(self.folder)
         shutil.rmtree(self.folder / f".old-{final.name}", ignore_errors=True)
         self.damaged.discard(final.resolve())
         sound = [p for p in steps(self.folder) if (p / "checksums.json").is_file() and p.resolve() not in self.damaged]

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ class Tokens:
     """A token corpus: windows of T tokens by index, memory-mapped, across shard edges. Pickles as paths only.
 
     n_tokens, vocab_size and tokenizer (GPT-2's for headerless files, which do not say), dtype ("uint16" or "uint32"),
-    fingerprint (16 hex digits that change with the content).
+    fingerprint (16 hex digits that change with the sizes and with 64 KiB of each file).
     """
 
     def __init__(self, shards: list[Shard], dtype: str, tokenizer: str, vocab_size: int):
@@ -131,7 +132,7 @@ def split_files(path: Path, split: str) -> list[Path]:
     if path.is_file() and path.suffix != ".bin":
         raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
     if path.is_dir():
-        return sorted(p for p in path.glob("*.bin") if split in p.name)
+        return sorted(p for p in path.glob("*.bin") if re.search(rf"(?<![a-z]){split}(?![a-z])", p.name))  # not the val of retrieval.bin
     other = path.with_name(path.name.replace("train", split))
     return [other] if other.exists() and (split == "train" or other != path) else []
 
@@ -147,7 +148,7 @@ def read_meta(path: str) -> tuple[Path, dict | None]:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
         _ = [meta[name] for name in ("dtype", "tokenizer", "vocab_size", "splits", "key")]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json is not usable ({error!r}): prepare the corpus again") from None
+        raise UserError(f"{folder}/meta.json is not usable ({error!r}): remove that folder and prepare it again") from None
     return folder, meta
 
 
@@ -159,6 +160,8 @@ class _NoCode(pickle.Unpickler):
 def open_tokens(path: str, split: str = "train") -> Tokens:
     """Open a prepared folder, a nanoGPT folder, an llm.c file or folder, or one .bin file. UserError says what is wrong."""
     folder, meta = read_meta(path)
+    if meta and os.path.isfile(path):
+        raise UserError(f"{path} is a part of {folder}, a prepared corpus: give the folder")
     if meta:
         shards, kind = [], (meta["dtype"], meta["tokenizer"], meta["vocab_size"])
         for s in meta["splits"][split]["shards"]:

@@ -76,14 +76,14 @@ SECTIONS: dict[str, list[tuple[str, str, object]]] = {
         ("aio", "section", NVME),
         ("checkpoint nebula datastates_ckpt", "section", "checkpoints fit any layout and are written behind training: --save-every"),
         ("compile", "section", "blocks are compiled one by one on a GPU: --compile, --no-compile"),
-        ("autotuning", "section", "plan.py finds what fits"),
+        ("autotuning", "section", "--explain says what fits"),
         ("pipeline", "any", "train_pipe.py is the pipeline"),
         ("dataloader_drop_last", "switch", "the stream of samples runs on over the end of an epoch"),
         ("vocabulary_size", "count", "--vocab-size, or the data's"),
         ("disable_allgather graph_harvesting use_data_before_expert_parallelism", "switch", "changes no number"),
         ("seq_parallel_communication_data_type seq_parallel_comm_data_type", "text", "no sequence parallelism of that kind"),
         ("amp torch_autocast", "off", "use bf16 or fp16: weights are kept in that dtype, with float32 masters"),
-        ("tensor_parallel", "off", "train_tp.py and train_3d.py split layers"),
+        ("tensor_parallel", "off", "train_tp.py splits layers"),
         ("elasticity", "off", "the batch stays what it is on any number of ranks; any checkpoint resumes on any"),
         ("curriculum_learning data_efficiency", "off", "the order of samples is a function of seed and step"),
         ("compression_training quantize_training weight_quantization sparse_attention", "off", "the model is dense, in full precision"),
@@ -379,7 +379,8 @@ def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[d
     zero = "zero_optimization."
     take(said, used, "stage", zero + "stage", 0)
     if used.get(zero + "cpu_offload") is True:  # the older way to say it
-        used.setdefault(zero + "offload_optimizer.device", "cpu")
+        if used.setdefault(zero + "offload_optimizer.device", "cpu") != "cpu":
+            raise UserError(f"{path}: zero_optimization.cpu_offload is true and offload_optimizer.device is not cpu: which of them?")
     take(said, used, "offload", zero + "offload_optimizer.device", "none")
     if "offload" in said:
         said["offload"] = ("optimizer" if said["offload"][0] == "cpu" else "none", said["offload"][1])

@@ -24,7 +24,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from checkpoint import Piece, describe, read_boxes, read_index, read_meta, steps, verify, whole_piece
+from checkpoint import Piece, describe, fsync, read_boxes, read_index, read_meta, steps, verify, whole_piece
 from flags import UserError, run_cli
 from model import ModelConfig, load_config, param_shapes
 from prepare import load_tokenizer
@@ -270,6 +270,8 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
             index = {"metadata": {"total_size": nbytes}, "weight_map": where}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         load_hf(temporary, {}, cfg)
+        for file in (*temporary.iterdir(), temporary):
+            fsync(file)
         temporary.rename(out)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot write {out}: {error}; it needs {nbytes} bytes") from None

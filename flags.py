@@ -197,7 +197,7 @@ def print_help(cls: type, doc: str) -> None:
     print(doc.strip() + "\n\nFlags (default in brackets where it depends on the size or the machine):")
     texts = field_help(cls)
     for f in dataclasses.fields(cls):
-        default = "" if f.default in ("", None) else f"  (default {f.default})"
+        default = "" if f.default in ("", None) or texts[f.name].endswith("]") else f"  (default {f.default})"
         print(f"  --{f.name.replace('_', '-'):20s} {texts[f.name]}{default}")
 
 

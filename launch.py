@@ -41,7 +41,7 @@ from export import find_checkpoint, load_hf
 from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
 from meter import drop_rows, running, say
 from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params
-from prepare import ensure_corpus
+from prepare import ensure_corpus, stdlib_corpus
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -232,9 +232,12 @@ def start(
     if differing:
         raise UserError(f"the ranks were started with different flags: {', '.join(map(_flag, differing))}")
 
-    for key in ("steps", "lr", "global_batch", "micro_batch"):  # 0 is what stands for "by size" when none is given
+    for key in ("steps", "lr", "global_batch", "micro_batch", "seq_len", "vocab_size"):  # 0 stands for "by size" when none is given
         if key in cfg.given and not getattr(cfg, key):
             raise UserError(f"{_flag(key)} 0: allowed is more than 0")
+    for key in ("min_lr", "warmup_steps"):  # and here -1
+        if key in cfg.given and getattr(cfg, key) < 0:
+            raise UserError(f"{_flag(key)} {getattr(cfg, key)}: allowed is 0 or more")
     cfg.model = cfg.model or ("tiny" if device.type == "cpu" else "124m")
     model_cfg = load_config(cfg.model)
     size = cfg.model if cfg.model in SIZES else min(BY_SIZE, key=lambda s: abs(SIZES[s].n_embd - model_cfg.n_embd))
@@ -265,7 +268,7 @@ def start(
     _set_up_torch(cfg, device)
 
     if not cfg.data:
-        cfg.data = "corpus/stdlib"
+        cfg.data = stdlib_corpus()
         _one_prepares(run, lambda: ensure_corpus(cfg.data))
     run.tokens = open_tokens(cfg.data)
     run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
@@ -285,7 +288,10 @@ def start(
         )
     run.tokens.n_windows(cfg.seq_len)  # UserError if there is none, here as below
     if run.val_tokens and cfg.eval_every:
-        run.val_tokens.n_windows(cfg.seq_len)
+        try:
+            run.val_tokens.n_windows(cfg.seq_len)
+        except UserError as error:
+            raise UserError(f"{error}; --eval-every 0 trains without validation") from None
     found = run.everyone((cfg.dtype, run.model_cfg, run.tokens.fingerprint, run.val_tokens and run.val_tokens.fingerprint))
     if any(theirs != found[0] for theirs in found):  # hosts with other files or other cards
         raise UserError(f"the ranks differ in dtype, model or corpus: {dict(enumerate(found))}")

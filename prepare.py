@@ -22,6 +22,7 @@ the input does not matter.
 import codecs
 import functools
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -40,6 +41,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import tiktoken
 
+from checkpoint import fsync
 from data import FORMAT, raw_shard, read_meta
 from flags import UserError
 
@@ -191,18 +193,25 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
     """Files to read in order, and how many in the folders were left, by suffix. A file named outright is always read."""
     text, binary = (*TEXT, *LINES), (".parquet", *(IDS if with_ids else ()))
     files, left = [], Counter()
+
+    def unreadable(error: OSError) -> None:
+        raise UserError(f"{error.filename}: {error.strerror}")
+
     for name in inputs:
         if os.path.isfile(name):
             files.append(name)
         elif not os.path.isdir(name):
             raise UserError(f"{name}: no such file or folder")
-        for folder, folders, names in os.walk(name):  # a file has none
+        for folder, folders, names in os.walk(name, onerror=unreadable if os.path.isdir(name) else None):  # a file has none
             folders.sort()
+            left["link to a folder"] += sum(os.path.islink(os.path.join(folder, f)) for f in folders)  # not followed: it may lead back
             for path in filter(os.path.isfile, (os.path.join(folder, n) for n in sorted(names))):  # no dead links, no pipes
                 if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
                     files.append(path)
                 else:
                     left[Path(path).suffix.lower() or "no suffix"] += 1
+    files = list({os.path.realpath(file): file for file in files}.values())  # a document named twice is one
+    left = +left
     if not files:
         raise UserError(f"no files in {', '.join(inputs)}: wanted {' '.join(text)} (also .gz) {' '.join(binary)}, found {dict(left)}")
     return files, left
@@ -233,7 +242,9 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
                         rate = max(1, done / (now - begun))
                         left = f"{rate / 1e6:.1f} MB/s, {(total - done) / rate:.0f} s left"
                         print(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {left}", file=sys.stderr, flush=True)
-            except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, NotImplementedError) as error:  # the last two: pyarrow's
+            except (EOFError, zlib.error, OSError, ValueError, NotImplementedError) as error:  # gzip's, pyarrow's
+                if isinstance(error, OSError) and error.errno:  # the disk's
+                    raise UserError(f"{path}: {error.strerror}") from None
                 bad(f"{path}: damaged file: {' '.join(str(error).split())}")
                 if not last:  # the document that broke off still gets its end mark
                     yield Piece("", path, first=False)
@@ -318,39 +329,29 @@ def append(folder: Path, split: str, meta: dict, ids: np.ndarray, mask: np.ndarr
         ids, mask = ids[n:], mask[n:]
 
 
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def prepare(
     out: str, inputs: list[str], tokenizer: str | None = None, val: float = 0.0, on_error: str = "stop", vocab_size: int | None = None,
-    workers: int | None = None, text_field: str = "text", replace: bool = False
+    workers: int | None = None, text_field: str = "text"
 ) -> None:  # fmt: skip
     """Make the token folder `out`; nothing appears under that name before all of it is written and flushed.
 
     val: share of the documents for the val split, evenly spread: the second document and then every (1/val)-th.
     on_error "skip": bad lines and documents are counted and listed in meta.json, bad bytes of a text become U+FFFD.
-    A folder made from the same inputs with the same options is left alone, one made otherwise is refused (or made anew).
+    A folder made from the same inputs with the same options is left alone, one made otherwise is refused.
     """
     folder = Path(out)
     files, left = find_files(inputs, vocab_size is not None)
+    files = [f for f in files if folder.absolute() not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
     key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}
     if folder.is_dir() and (old := read_meta(out)[1]):
         was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
         names = [k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)]  # reverse: options before paths
         differs = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
-        if names and not replace:
+        if names:
             raise UserError(f"{out} was prepared otherwise, {len(names)} differences ({differs}): remove it or choose another --out")
-        if not names:
-            if not replace:
-                print(f"{out} is up to date", file=sys.stderr)
-            return
-        print(f"{out} is made anew ({differs})", file=sys.stderr)
-        shutil.rmtree(out)
+        print(f"{out} is up to date", file=sys.stderr)
+        return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{out} exists and is no prepared corpus: choose another --out")
     if not 0 <= val < 1:
@@ -370,7 +371,11 @@ def prepare(
         if len(skipped) < 1000:
             skipped.append(message)
 
-    temporary = Path(f"{out.rstrip('/')}.tmp-{socket.gethostname()}-{os.getpid()}")
+    begun = f"{folder.name}.tmp-{socket.gethostname()}-"
+    for old in folder.absolute().parent.glob(f"{begun}*"):  # of preparations that were killed
+        if not os.path.exists(f"/proc/{old.name.removeprefix(begun)}"):
+            shutil.rmtree(old, ignore_errors=True)
+    temporary = folder.with_name(f"{begun}{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     # threads, not processes: tiktoken drops the GIL, text need not be copied, and a small input does not wait for spawns
     workers = workers or os.cpu_count()
@@ -394,13 +399,13 @@ def prepare(
         meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped, "key": key}
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         for path in (*temporary.iterdir(), temporary):
-            flush(path)
+            fsync(path)
         try:
             os.rename(temporary, folder)
         except OSError:
             if (read_meta(out)[1] or {}).get("key") != key:  # another process made the same corpus meanwhile
                 raise
-        flush(folder.parent)
+        fsync(folder.parent)
     except OSError as error:
         raise UserError(f"{error.filename or temporary}: {error.strerror or error}") from None
     finally:
@@ -415,12 +420,22 @@ def prepare(
         print("no val split: it is made of whole documents, and there is only one", file=sys.stderr)
 
 
+def stdlib_corpus() -> str:
+    """Where the default corpus is: the Python standard library's own sources as bytes, in a folder for each state of them."""
+    state = json.dumps([(f, os.path.getsize(f), os.stat(f).st_mtime_ns) for f in _stdlib()])
+    return f"corpus/stdlib-{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+
+
 def ensure_corpus(path: str) -> None:
-    """The default corpus at `path`: the Python standard library's own sources as bytes. One made of others is replaced."""
+    """Make the default corpus at `path`, unless it is there."""
+    if not (Path(path) / "meta.json").exists():
+        # skip: the library's tests hold files that are no UTF-8 on purpose
+        prepare(path, _stdlib(), val=0.005, on_error="skip")
+
+
+def _stdlib() -> list[str]:
     library = sysconfig.get_paths()["stdlib"]
-    files = [f for f in find_files([library], False)[0] if f.endswith(".py") and "-packages" not in f[len(library) :]]
-    # skip: the library's tests hold files that are no UTF-8 on purpose
-    prepare(path, files, val=0.005, on_error="skip", replace=True)
+    return [f for f in find_files([library], False)[0] if f.endswith(".py") and "-packages" not in f[len(library) :]]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Bytes sent per rank: 2(N-1)/N x size (exactly, when N divides the number of elem
 alpha the seconds one message costs and beta the bytes/s of one link; central: 2(N-1) (alpha + size / beta). A chunk is summed on one rank
 and copied to the others, so all ranks hold the same bits.
 
-Run as a script it times both ways beside the backend's own all-reduce, checks every result, and fits alpha and beta for plan.py:
+Run as a script it times both ways beside the backend's own all-reduce, checks every result, and fits alpha and beta:
 
     torchrun --nproc_per_node=2 ring_allreduce.py                       # NCCL when there is a GPU per rank, else gloo
     torchrun --nproc_per_node=4 ring_allreduce.py --sizes 1,16,256 --dtype bfloat16 --out link.json
@@ -285,7 +285,7 @@ class Config:
     sizes: str = "0.01,0.1,1,4,16,64"  # message sizes in MB of 10^6 bytes, two or more
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the numbers summed
     device: Literal["auto", "cpu", "cuda"] = "auto"  # gloo on cpu, NCCL on cuda
-    out: str = "link.json"  # file for alpha, beta and the table; plan.py reads it
+    out: str = "link.json"  # file for alpha, beta and the table
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: i
             raise UserError(f"the logits after {len(ids)} tokens are not finite: broken weights, or --dtype float16 overflows")
         if cfg.temperature:
             top, places = logits.topk(min(cfg.top_k or len(logits), len(logits)))
-            place = places[torch.multinomial((top / cfg.temperature).softmax(0), 1, generator=draws)]
+            place = places[torch.multinomial(((top - top[0]) / cfg.temperature).softmax(0), 1, generator=draws)]
         else:
             place = logits.argmax()
         new = [int(allowed[place])]
@@ -113,9 +113,12 @@ def main() -> None:
     if words[0].startswith("-"):
         raise UserError(f"{words[0]} comes too early: python sample.py CHECKPOINT_OR_RUN_FOLDER, then flags")
     cfg = parse_flags(Config, words[1:])
-    for key in ("tokens", "temperature", "top_k"):
+    for key in ("tokens", "temperature", "top_k", "seed"):
         if getattr(cfg, key) < 0:
             raise UserError(f"--{key.replace('_', '-')} {getattr(cfg, key)}: allowed is 0 or more")
+    if cfg.seed >= 1 << 63:
+        raise UserError(f"--seed {cfg.seed}: allowed is less than 2**63")
+    cfg.prompt = cfg.prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
     path = find_checkpoint(words[0])
     name = tokenizer_of(path)
     encoding = load_tokenizer(name) if name else None

@@ -123,6 +123,23 @@ def test_a_slice_outside_its_tensor(offsets, sizes):
         slice_piece((4, 4), offsets, torch.zeros(sizes))
 
 
+@pytest.mark.parametrize(
+    "shape, boxes, fill",
+    [
+        ((4,), [((0,), (2,)), ((2,), (2,))], True),
+        ((4,), [((0,), (2,)), ((1,), (2,))], False),  # as many elements, one twice and one not at all
+        ((4,), [((0,), (3,)), ((3,), (2,))], False),
+        ((4,), [((-1,), (4,))], False),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 1), (2, 1))], True),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], False),
+        ((), [((), ())], True),
+        ((0, 3), [], True),
+    ],
+)
+def test_boxes_fill_a_tensor(shape, boxes, fill):
+    assert checkpoint._fill(boxes, shape) is fill
+
+
 def test_what_several_ranks_hold_is_written_by_one_of_them_evenly():
     whole = checkpoint._layout(flat_layout({f"w{i}": torch.zeros(40 + i) for i in range(20)}, 0, 1))
     shares = checkpoint._share_out([whole] * 4)
@@ -304,7 +321,7 @@ def test_rotation_disk_full_slow_rank_and_background_saves(tmp_path):
         assert f"needs {1 << 60} bytes" in facts["space"]
         assert "not JSON serializable" in facts["not json"]
         assert "different steps: [7, 8]" in facts["steps"]
-        assert "w: the boxes of all ranks hold 8 elements" in facts["hole"]
+        assert "w: the boxes of all ranks do not make up its shape" in facts["hole"]
         assert facts["blocked"] < 1
         assert facts["visible after"] > 1.4  # as rank 0 saw it
         assert facts["when visible"] == []

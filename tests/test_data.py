@@ -4,7 +4,9 @@ import gzip
 import json
 import os
 import pickle
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -252,6 +254,33 @@ def test_parquet_and_gzip_hold_the_same_documents(tmp_path):
         with refuses(f"{name}: damaged file: ") as error:
             made(tmp_path, tmp_path / name, "h", text_field="body")
         assert "\n" not in str(error.value) and not (tmp_path / "h").exists()
+    pq.write_table(pa.table({"body": texts}), tmp_path / "b.parquet", compression="snappy")
+    content = bytearray((tmp_path / "b.parquet").read_bytes())
+    content[200:400] = bytes(200)
+    (tmp_path / "b.parquet").write_bytes(content)
+    with refuses("b.parquet: damaged file: "):
+        made(tmp_path, tmp_path / "b.parquet", "h", text_field="body")
+    ids, meta = made(tmp_path, [tmp_path / "b.parquet", write(tmp_path, c__txt="c") / "c.txt"], "h", text_field="body", on_error="skip")
+    assert ids[-2:] == [ord("c"), EOT] and meta["skipped"] == 1
+
+
+def test_nothing_is_read_twice_or_left_out_in_silence(tmp_path):
+    source = write(tmp_path / "in", a__txt="a")
+    write(tmp_path / "in" / "sub", b__txt="b")
+    (source / "round").symlink_to(source)
+    killed = write(tmp_path / f"out.tmp-{socket.gethostname()}-999999999", train__bin="of a preparation that was killed")
+    ids, meta = made(tmp_path, [source, source / "a.txt"])
+    assert ids == [ord("a"), EOT, ord("b"), EOT] and meta["left_out"] == {"link to a folder": 1} and not killed.exists()
+    for _ in range(2):  # the second finds it up to date: what was made is not read
+        made(tmp_path, source, "in/made")
+
+
+def test_a_file_of_a_prepared_folder_is_not_the_folder(tmp_path):
+    made(tmp_path, write(tmp_path / "in", a__txt="a" * 99, b__txt="b" * 99), val=0.5)
+    with refuses("val.bin is a part of .*out, a prepared corpus: give the folder"):
+        data.open_tokens(str(tmp_path / "out" / "val.bin"))
+    np.arange(99, dtype=np.uint16).tofile(write(tmp_path / "raw") / "retrieval_train_000.bin")
+    assert not data.has_val(str(tmp_path / "raw")) and data.open_tokens(str(tmp_path / "raw")).n_tokens == 99
 
 
 def test_what_is_left_of_a_damaged_file_is_kept_on_request(tmp_path, monkeypatch):
@@ -415,7 +444,7 @@ def test_stale_corpus_is_refused_with_what_differs(tmp_path, capsys):
         made(tmp_path, source, "mine")
 
 
-def test_the_default_corpus_is_made_once_and_again_when_stale(tmp_path, capsys):
+def test_the_default_corpus_is_made_once_for_each_state_of_the_library(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "corpus" / "stdlib")
     start = time.time()
     prepare.ensure_corpus(path)
@@ -430,11 +459,10 @@ def test_the_default_corpus_is_made_once_and_again_when_stale(tmp_path, capsys):
     both = [subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # two jobs that start together
     assert [(job.communicate(timeout=60)[1], job.returncode)[1] for job in both] == [0, 0]
     assert data.open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
-    meta = json.loads(Path(path, "meta.json").read_text())
-    meta["key"]["sources"].popitem()
-    Path(path, "meta.json").write_text(json.dumps(meta))
-    prepare.ensure_corpus(path)
-    assert os.stat(f"{path}/train.bin").st_mtime_ns != made and data.open_tokens(path).fingerprint == tokens.fingerprint
+    name = prepare.stdlib_corpus()
+    assert re.fullmatch("corpus/stdlib-[0-9a-f]{8}", name) and prepare.stdlib_corpus() == name
+    monkeypatch.setattr(prepare, "_stdlib", lambda: [str(write(tmp_path, a__py="print()") / "a.py")])
+    assert prepare.stdlib_corpus() != name
 
 
 def test_no_network_and_no_cache(tmp_path):
