@@ -94,7 +94,7 @@ def extra_bytes(way: str, numel: int, itemsize: int, N: int, kind: str, fp32_par
     lanes = 2 if N > 2 and numel * itemsize <= BOTH_WAYS_BYTES else 1
     wide = 4 if fp32_partials else itemsize
     piece, _, ahead = _pieces(max(1, -(-numel // N)), wide, kind)
-    return ((ahead + 1) * lanes * piece * wide + numel * wide * fp32_partials) * (N > 1)
+    return (ahead + 1) * lanes * piece * wide * (N > 1) + numel * wide * fp32_partials
 
 
 def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable | None) -> int:

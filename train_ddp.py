@@ -191,7 +191,7 @@ def bucket_bytes(run: Run, units: dict[str, dict[str, tuple[int, ...]]]) -> tupl
         "gradients in passing": compute * max(sizes.values()),
         "gradients on the wire": wire * P if wire != master and run.dp > 1 else 0,
     }
-    if run.cfg.allreduce != "torch":
+    if run.cfg.allreduce != "torch" and run.dp > 1:
         largest = max(sizes.values())
         memory["reduction buffers"] = extra_bytes(run.cfg.allreduce, largest, wire, run.dp, run.device.type, wire != master)
     return memory, {unit: wire * size for unit, size in sizes.items()}
