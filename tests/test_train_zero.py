@@ -1,5 +1,6 @@
 """ZeRO against one process and against itself: contract points 1-9 of train_zero.py at every stage."""
 
+import dataclasses
 import json
 import re
 import time
@@ -9,6 +10,7 @@ import torch
 from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
 
 import train_ddp
+import train_pipe
 import train_zero
 from flags import UserError
 from launch import Run
@@ -109,11 +111,13 @@ def test_docstring_table(stage):
 def test_measured_memory_is_what_the_formulas_say():
     """docs/results/memory-h200.json: its predictions are today's formulas', and within 10 % of what GPUs measured."""
     for row in json.loads((ROOT / "docs/results/memory-h200.json").read_text()):
-        module = train_zero if row["stage"] else train_ddp
-        more = {"stage": row["stage"]} if row["stage"] else {}
-        cfg = module.Config(micro_batch=row["micro_batch"], dtype="bfloat16", compile=True, **more)
-        device, gpus = torch.device("cpu"), row["gpus"]
-        run = Run(cfg, 0, gpus, device, torch.bfloat16, model_cfg=SIZES[row["model"]], dp=gpus)
+        pipe = "schedule" in row
+        module = train_pipe if pipe else train_zero if row["stage"] else train_ddp
+        flags = {k: row[k] for k in ("micro_batch", "stage", "offload", "schedule", "chunks") if row.get(k)}
+        cfg = module.Config(dtype="bfloat16", compile=True, **flags)
+        model = dataclasses.replace(SIZES[row["model"]], **{k: row[k] for k in ("seq_len", "vocab_size") if k in row})
+        ranks, facts = row.get("ranks", row["gpus"]), {"accum": row.get("accum", 1), "copy_engine": pipe}
+        run = Run(cfg, 0, ranks, torch.device("cpu"), torch.bfloat16, model_cfg=model, dp=1 if pipe else ranks, **facts)
         predicted = sum(module.predict(run)[0].values()) / 1e9
         assert predicted == pytest.approx(row["predicted_gb"], abs=0.006), row
         assert predicted == pytest.approx(row["measured_gb"], rel=0.1), row
