@@ -113,7 +113,7 @@ def test_measured_memory_is_what_the_formulas_say():
     for row in json.loads((ROOT / "docs/results/memory-h200.json").read_text()):
         pipe = "schedule" in row
         module = train_pipe if pipe else train_zero if row["stage"] else train_ddp
-        flags = {k: row[k] for k in ("micro_batch", "stage", "offload", "schedule", "chunks") if row.get(k)}
+        flags = {k: row[k] for k in ("micro_batch", "stage", "offload", "schedule", "chunks", "seq_len") if row.get(k)}
         cfg = module.Config(dtype="bfloat16", compile=True, **flags)
         model = dataclasses.replace(SIZES[row["model"]], **{k: row[k] for k in ("seq_len", "vocab_size") if k in row})
         ranks, facts = row.get("ranks", row["gpus"]), {"accum": row.get("accum", 1), "copy_engine": pipe}
