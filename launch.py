@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,13 @@ _signal: int = 0
 def stop_signal() -> int:
     """The signal that asked this process to stop, 0 if none; a loop makes it every rank's at the end of a step."""
     return _signal
+
+
+def say_if_stopped(run: "Run", stop: float, step: int) -> None:
+    """The last line of a run that a signal ended after `step`."""
+    saved = f"the same command with --out {run.out} --resume auto goes on from there"
+    if stop:
+        say(f"stopped by a signal after step {step}; {saved if run.cfg.save_every else 'without --save-every nothing was saved'}")
 
 
 def _on_signal(number: int, frame: object) -> None:
@@ -456,14 +464,14 @@ def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
 
 
 def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
-    """What --explain prints: predicted memory by term, the collectives of one step in order, the batch arithmetic."""
+    """What --explain prints: batch arithmetic, the collectives of one step in the order of their first calls, predicted memory."""
     _banner(run)
+    say(f"\ncollectives of one step, payload bytes: {sum(size for _, _, size in traffic):,}")
+    for (op, what, size), calls in Counter(traffic).items():
+        say(f"  {size:16,d}  {op} {what}" + (f"  x {calls}" if calls > 1 else ""))
     say(f"\nmemory of one rank, GB: {sum(memory.values()) / 1e9:.3f}")
     for term, size in memory.items():
         say(f"  {size / 1e9:10.3f}  {term}")
-    say(f"\ncollectives of one step in order, payload bytes: {sum(size for _, _, size in traffic):,}")
-    for op, what, size in traffic:
-        say(f"  {size:16,d}  {op} {what}")
 
 
 # --- state that goes on -----------------------------------------------------------------------------------------------

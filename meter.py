@@ -270,7 +270,8 @@ class Meter:
             + (f"norm {row['grad_norm']:.3f}  " if row["grad_norm"] is not None else "norm not finite: skipped  ")
             + f"lr {row['lr']:.2e}  {row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms  "
             + (f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else "")
-            + f"{row['peak_gb']:.1f} GB  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+            + f"{row['peak_gb']:.1f} GB"
+            + (f"  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left" if len(self.rows) > 1 else "")  # the first step compiles
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
         )
 

@@ -68,7 +68,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return tiktoken.get_encoding(name)
     except Exception as error:  # requests' own errors, a wrong hash, an unwritable cache: all the same to the user
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:150]
-        hint = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
+        hint = "set TIKTOKEN_CACHE_DIR to the folder that a machine with a network has filled under this name, or use --tokenizer bytes"
         raise UserError(f"tokenizer {name}: the vocabulary could not be downloaded ({reason}): {hint}") from None
 
 
@@ -416,6 +416,9 @@ def prepare(
     if seen["empty"] or skipped or left:
         counts = f"{seen['empty']} empty documents, {seen['skipped']} skipped, files by suffix {dict(left)}"
         print(f"left out: {counts}", *skipped[:20], sep="\nskipped: ", file=sys.stderr)
+    of_val = splits["val"]["tokens"] / (splits["train"]["tokens"] + splits["val"]["tokens"])
+    if of_val > 3 * val:
+        print(f"the val split has {of_val:.1%} of the tokens: it is made of whole documents", file=sys.stderr)
     if val and not splits["val"]["tokens"]:
         print("no val split: it is made of whole documents, and there is only one", file=sys.stderr)
 

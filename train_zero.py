@@ -626,6 +626,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         vocab_size=cfg.vocab_size,
     )
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
+    step = stop = 0
     # same]
 
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
@@ -671,16 +672,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, zero.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:
-                going_on = (
-                    f"the same command with --out {run.out} --resume auto goes on from there"
-                    if cfg.save_every
-                    else "without --save-every nothing was saved"
-                )
-                say(f"stopped by a signal after step {step}; {going_on}")
                 break
         saver.wait()
         batches.close()
         meter.summary(memory, traffic)
+        launch.say_if_stopped(run, stop, step)
     return meter.rows
     # same]
 
