@@ -104,7 +104,7 @@ def stop_signal() -> int:
     return _signal
 
 
-def say_if_stopped(run: "Run", stop: float, step: int) -> None:
+def say_if_stopped(run: Run, stop: float, step: int) -> None:
     """The last line of a run that a signal ended after `step`."""
     saved = f"the same command with --out {run.out} --resume auto goes on from there"
     if stop:

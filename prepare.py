@@ -375,7 +375,7 @@ def prepare(
     for old in folder.absolute().parent.glob(f"{begun}*"):  # of preparations that were killed
         if not os.path.exists(f"/proc/{old.name.removeprefix(begun)}"):
             shutil.rmtree(old, ignore_errors=True)
-    temporary = folder.with_name(f"{begun}{os.getpid()}")
+    temporary = folder.absolute().with_name(f"{begun}{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     # threads, not processes: tiktoken drops the GIL, text need not be copied, and a small input does not wait for spawns
     workers = workers or os.cpu_count()
