@@ -11,7 +11,6 @@ baseline), and one GPU that computes but never updates (too fast). Shares: of th
 stood waiting for a transfer, and for data.
 """
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -129,10 +128,13 @@ def compute_only(cfg, group=None) -> list[dict]:
     import torch
 
     import launch
+    from flags import UserError
     from meter import Meter, at
     from model import GPT, flops_per_token, init_range, param_shapes
 
-    run = launch.start(dataclasses.replace(cfg, explain=False), __file__, group)
+    if cfg.explain:
+        raise UserError("compute-only has nothing to explain: --explain is for the training scripts")
+    run = launch.start(cfg, __file__, group)
     launch.own_folder(run)
     cfg = run.cfg
     model = GPT(run.model_cfg, cfg.recompute)

@@ -437,8 +437,11 @@ def ensure_corpus(path: str) -> None:
 
 
 def _stdlib() -> list[str]:
-    library = sysconfig.get_paths()["stdlib"]
-    return [f for f in find_files([library], False)[0] if f.endswith(".py") and "-packages" not in f[len(library) :]]
+    found = []
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = sorted(name for name in folders if not name.endswith("-packages"))  # what is installed there may be large
+        found += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return found
 
 
 if __name__ == "__main__":

@@ -119,7 +119,10 @@ def test_time_limit_is_reported(first):
     assert code == 1 and "FAILED    ddp on 2: it took more than LIMIT=1 s" in text and "nothing measured yet" in text
 
 
-@pytest.mark.parametrize("settings, message", [(dict(STRATEGIES="zero4"), "STRATEGIES has zero4"), (dict(GPUS="two"), "GPUS has two")])
+@pytest.mark.parametrize(
+    "settings, message",
+    [(dict(STRATEGIES="zero4"), "STRATEGIES has zero4"), (dict(GPUS="two"), "GPUS has two"), (dict(MICRO="4 pip=2"), "MICRO has pip=2")],
+)
 def test_wrong_settings(first, settings, message):
     code, text = finish(start(first[0], "wrong", **settings))
     assert code == 2 and f"error: {message}; allowed are" in text

@@ -201,6 +201,7 @@ def test_zero_and_offload(read, refused):
     assert read(zero(stage=1, offload_optimizer={"device": "none"}))[0]["offload"] == "none"
     assert read(zero(stage=1, offload_optimizer=None))[0]["offload"] == "none"
     assert read(zero(stage=1, cpu_offload=True))[0]["offload"] == "optimizer"
+    assert "which of them?" in refused(zero(stage=1, cpu_offload=True, offload_optimizer={"device": "none"}))
     assert 'device is "nvme"; allowed is "none" or "cpu"' in refused(zero(stage=3, offload_optimizer={"device": "nvme"}))
     assert 'offload_param.device is "cpu"; allowed is "none"' in refused(zero(stage=3, offload_param={"device": "cpu"}))
     assert "means --stage 3, the command line says 2" in refused(zero(stage=3), given={"stage": 2})

@@ -442,7 +442,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, to
     job.send_signal(number)
     code, out, err = end(job)
     assert time.time() - began < 15 and code == (1 if ranks else 128 + number), err
-    assert re.search(r"stopped by a signal after step \d+; the same command with --out .* goes on from there", out)
+    last = out.splitlines()[-1]
+    assert re.fullmatch(r"stopped by a signal after step \d+; the same command with --out .* --resume auto goes on from there", last), out
     assert "launch.py" not in err  # torchrun has a traceback of its own
     stopped = len(log.read_text().splitlines())
     assert 5 <= stopped < 30
@@ -466,6 +467,20 @@ def test_ctrl_c_that_ends_tee_too_saves_all_the_same(toy, tmp_path):
     assert job.wait(timeout=30) == 128 + signal.SIGINT
     (saved,) = (tmp_path / "run/ckpt").glob("step_*")
     assert int(saved.name[5:]) == len((tmp_path / "run/log.jsonl").read_text().splitlines())
+
+
+def notes(rank):
+    """What a run finds of its own, what another run of this process and another command of this job find of it."""
+    launch._job = dist.HashStore()
+    run = launch.Run(launch.Config(), 0, 1, torch.device("cpu"))
+    launch._remember(run, "folder", "runs/mine")
+    found = [launch._recall(run, "folder"), launch._recall(dataclasses.replace(run, number=1), "folder")]
+    sys.argv = [*sys.argv, "--another"]
+    return [*found, launch._recall(run, "folder")]
+
+
+def test_a_note_is_found_by_the_run_that_left_it():
+    assert run_ranks(1, notes) == [["runs/mine", None, None]]
 
 
 def prepared_by(rank, folder):
