@@ -80,7 +80,13 @@ def print_table(path: str) -> None:
     lines = [head + ["exposed comm", "bubble", "data wait", "final loss"]]
     for r in rows:
         lines.append(
-            [str(r["gpus"]), r["strategy"], f"{r['micro_batch']} x {r['accum']}", f"{r['tok_s']:,.0f}", f"{r['tok_s_gpu']:,.0f}"]
+            [
+                str(r["gpus"]),
+                r["strategy"],
+                f"{r['micro_batch']} x {r['accum']}",
+                f"{r['tok_s']:,.0f}",
+                f"{r['tok_s_gpu']:,.0f}",
+            ]
             + [f"{r['tok_s_gpu'] / one[name]:.1%}" for name in baselines]
             + [f"{r['mfu']:.1%}" if r["mfu"] else "-", f"{r['peak_gb']:.1f}"]
             + [f"{r['step_ms']:.0f} ({r['step_ms_min']:.0f}-{r['step_ms_max']:.0f})"]
@@ -94,9 +100,13 @@ def print_table(path: str) -> None:
     # after a few steps rounding is all that separates the strategies
     allowed = 1e-4 if rows[0]["dtype"] in ("float32", "float64") else 2e-2
     if losses and max(losses) - min(losses) > allowed:
-        sys.exit(f"FAILED  the final losses differ by {max(losses) - min(losses):.2g}, allowed is {allowed:g}: not the same training")
+        sys.exit(
+            f"FAILED  the final losses differ by {max(losses) - min(losses):.2g}, allowed is {allowed:g}: not the same training"
+        )
     print(f"final losses agree within {max(losses, default=0) - min(losses, default=0):.1g} (allowed {allowed:g})")
-    print(f"{Path(rows[-1]['model']).stem}, {rows[-1]['global_batch']} x {rows[-1]['seq_len']} tokens a step; {rows[-1]['hardware']}")
+    print(
+        f"{Path(rows[-1]['model']).stem}, {rows[-1]['global_batch']} x {rows[-1]['seq_len']} tokens a step; {rows[-1]['hardware']}"
+    )
 
 
 def draw(path: str, picture: str) -> None:
@@ -118,7 +128,12 @@ def draw(path: str, picture: str) -> None:
     best = next((r for name in BASELINES for r in rows if r["strategy"] == name and r["gpus"] == 1), None)
     if best:
         axes.plot(counts, [best["tok_s"] * n for n in counts], "k--", lw=1, label=f"{BASELINES[best['strategy']]} x N")
-    axes.set(xlabel="GPUs", ylabel="tokens/s", title=f"{Path(rows[-1]['model']).stem}, {rows[-1]['hardware']}", ylim=(0, None))
+    axes.set(
+        xlabel="GPUs",
+        ylabel="tokens/s",
+        title=f"{Path(rows[-1]['model']).stem}, {rows[-1]['hardware']}",
+        ylim=(0, None),
+    )
     axes.legend()
     figure.savefig(picture, dpi=120, bbox_inches="tight")
 
@@ -145,7 +160,10 @@ def compute_only(cfg, group=None) -> list[dict]:
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
         model.compile_blocks()
-    x = torch.arange(cfg.micro_batch * cfg.seq_len, device=run.device).view(cfg.micro_batch, cfg.seq_len) % cfg.vocab_size
+    x = (
+        torch.arange(cfg.micro_batch * cfg.seq_len, device=run.device).view(cfg.micro_batch, cfg.seq_len)
+        % cfg.vocab_size
+    )
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
         for step in range(cfg.steps):
             for _ in range(run.accum):

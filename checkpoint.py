@@ -74,7 +74,9 @@ def boxes_of_range(shape: tuple, start: int, stop: int) -> list[tuple[tuple, tup
     """Elements [start, stop) of the row-major flattening of `shape`, cut into boxes: (offsets, sizes, flat_start) in order, each of them
     elements [flat_start, flat_start + prod(sizes)) of the flattening. At most 1 box in 1-D, 3 in 2-D, 2n - 1 in n-D."""
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"range [{start}, {stop}) is not inside the {math.prod(shape)} elements of shape {tuple(shape)}")
+        raise ValueError(
+            f"range [{start}, {stop}) is not inside the {math.prod(shape)} elements of shape {tuple(shape)}"
+        )
     if not shape:
         return [((), (), 0)] * (stop - start)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -120,7 +122,9 @@ def _fill(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple
         if not all(0 <= o and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
             return False
         for others, extent in islice(boxes, i + 1, None):
-            if not shape or others[0] >= offsets[0] + sizes[0]:  # in order of the first dimension: neither do those behind it
+            if (
+                not shape or others[0] >= offsets[0] + sizes[0]
+            ):  # in order of the first dimension: neither do those behind it
                 break
             if all(o < p + t and p < o + s for o, s, p, t in zip(offsets, sizes, others, extent)):
                 return False
@@ -191,7 +195,9 @@ def _writing(path: Path, nbytes: int, sums: dict[str, list]) -> Iterator[_Hashed
         if not isinstance(reason, OSError):
             raise
         free = shutil.disk_usage(path.parent).free
-        raise UserError(f"cannot write {path}: {reason.strerror}; this file needs {nbytes} bytes, {free} bytes are free") from None
+        raise UserError(
+            f"cannot write {path}: {reason.strerror}; this file needs {nbytes} bytes, {free} bytes are free"
+        ) from None
 
 
 def _write_boxes(path: Path, pieces: dict[str, Piece]) -> tuple[dict[str, list], list[tuple]]:
@@ -202,7 +208,16 @@ def _write_boxes(path: Path, pieces: dict[str, Piece]) -> tuple[dict[str, list],
             for offsets, t in piece.boxes:
                 start = file.tell()
                 torch.save(t, file)
-                placed.append((name, piece.shape, piece.dtype, offsets, t.shape, _StorageInfo(path.name, start, file.tell() - start)))
+                placed.append(
+                    (
+                        name,
+                        piece.shape,
+                        piece.dtype,
+                        offsets,
+                        t.shape,
+                        _StorageInfo(path.name, start, file.tell() - start),
+                    )
+                )
     return sums, placed
 
 
@@ -211,7 +226,9 @@ def _make_index(placed: list[tuple]) -> dcp.Metadata:
     index = dcp.Metadata({}, planner_data={}, storage_data={}, storage_meta=dcp.StorageMeta())
     for name, shape, dtype, offsets, sizes, place in placed:
         empty = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), [])
-        index.state_dict_metadata.setdefault(name, empty).chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), sizes))
+        index.state_dict_metadata.setdefault(name, empty).chunks.append(
+            dcp.ChunkStorageMetadata(torch.Size(offsets), sizes)
+        )
         index.planner_data[name] = (name,)
         index.storage_data[dcp.MetadataIndex(name, offsets)] = place
     return index
@@ -223,10 +240,14 @@ def read_boxes(path: Path, index: dcp.Metadata, pieces: dict[str, Piece]) -> Non
         for chunk in index.state_dict_metadata[name].chunks:
             stored = None
             for offsets, t in piece.boxes:
-                spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offsets, t.shape, chunk.offsets, chunk.sizes)]
+                spans = [
+                    (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offsets, t.shape, chunk.offsets, chunk.sizes)
+                ]
                 if all(low < high for low, high in spans):
                     if stored is None:
-                        stored = _read_box(path, index.storage_data[dcp.MetadataIndex(name, chunk.offsets)], chunk.sizes, piece.dtype)
+                        stored = _read_box(
+                            path, index.storage_data[dcp.MetadataIndex(name, chunk.offsets)], chunk.sizes, piece.dtype
+                        )
                     ours = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, offsets))
                     theirs = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, chunk.offsets))
                     t.detach()[ours].copy_(stored[theirs])
@@ -241,13 +262,28 @@ def _read_box(path: Path, place: _StorageInfo, sizes: torch.Size, dtype: torch.d
         return tensor
     except Exception as e:  # a hostile archive may raise anything
         reason = str(e).strip().split("\n")[0]
-        raise UserError(f"{path / place.relative_path} is refused, it is not the plain tensors its index names: {reason}") from e
+        raise UserError(
+            f"{path / place.relative_path} is refused, it is not the plain tensors its index names: {reason}"
+        ) from e
 
 
 # What DCP's index is made of; byte entries, so that they can be refused by name. Calling any of these, with whatever arguments, builds a
 # plain record and does nothing else.
-_RECORDS = [dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta, dcp.TensorStorageMetadata, dcp.TensorProperties, dcp.ChunkStorageMetadata]
-_RECORDS += [dcp.BytesStorageMetadata, dcp._MEM_FORMAT_ENCODING, _StorageInfo, torch.Size, torch.serialization._get_layout]
+_RECORDS = [
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.StorageMeta,
+    dcp.TensorStorageMetadata,
+    dcp.TensorProperties,
+    dcp.ChunkStorageMetadata,
+]
+_RECORDS += [
+    dcp.BytesStorageMetadata,
+    dcp._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+]
 _ALLOWED = {(record.__module__, record.__qualname__): record for record in _RECORDS}
 
 
@@ -369,8 +405,12 @@ class Checkpointer:
     def __init__(self, folder: str | Path, *, group: dist.ProcessGroup | None = None, keep_last: int = 2):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         # its own gloo group: the background thread's collectives must not interleave with the training's, and NCCL cannot send objects
-        part = len(ranks) < dist.get_world_size()  # of the job: the others are not here to take part (see launch.subgroup)
-        self.group = dist.new_group(ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=part)
+        part = (
+            len(ranks) < dist.get_world_size()
+        )  # of the job: the others are not here to take part (see launch.subgroup)
+        self.group = dist.new_group(
+            ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=part
+        )
         self.rank, self.world_size = dist.get_rank(self.group), len(ranks)
         self.folder, self.keep_last = Path(folder), keep_last
         self.protected, self.damaged, self.intact = set(), set(), set()
@@ -378,11 +418,16 @@ class Checkpointer:
 
         # ranks on machines without a common file system would each save a part, and nobody would know before the resume
         self._everywhere(lambda: self.folder.mkdir(parents=True, exist_ok=True), only_rank=0)
-        nonce = self.folder / self._everywhere(lambda: Path(tempfile.mkdtemp(dir=self.folder, prefix=".nonce-")).name, only_rank=0)[0]
+        nonce = (
+            self.folder
+            / self._everywhere(lambda: Path(tempfile.mkdtemp(dir=self.folder, prefix=".nonce-")).name, only_rank=0)[0]
+        )
         blind = [rank for rank, seen in enumerate(self._everywhere(nonce.is_dir)) if not seen]
         self._everywhere(nonce.rmdir, only_rank=0)
         if blind:
-            raise UserError(f"ranks {blind} do not see what rank 0 wrote into {self.folder}: all ranks must share this folder")
+            raise UserError(
+                f"ranks {blind} do not see what rank 0 wrote into {self.folder}: all ranks must share this folder"
+            )
 
     def _everywhere(self, work: Callable, only_rank: int | None = None) -> list:
         """Runs work() on every rank (or one) and returns all results by rank; an error on any rank is raised on all of them."""
@@ -429,7 +474,9 @@ class Checkpointer:
             staged = {}
             self._everywhere(lambda: staged.update(self._stage(tensors, mine)))  # one host out of memory: all must know
         # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not hold up the exit
-        self.thread = threading.Thread(target=self._write, args=(step, everyone[0][1], staged), name="checkpoint", daemon=True)
+        self.thread = threading.Thread(
+            target=self._write, args=(step, everyone[0][1], staged), name="checkpoint", daemon=True
+        )
         self.thread.start()
 
     def wait(self) -> None:
@@ -443,7 +490,12 @@ class Checkpointer:
 
     def _stage(self, tensors: dict[str, Piece], mine: set) -> dict[str, Piece]:
         """Copies the boxes named in `mine` into the arena, which is allocated once and used again by every save."""
-        boxes = [(name, offsets, t) for name, piece in tensors.items() for offsets, t in piece.boxes if (name, tuple(offsets)) in mine]
+        boxes = [
+            (name, offsets, t)
+            for name, piece in tensors.items()
+            for offsets, t in piece.boxes
+            if (name, tuple(offsets)) in mine
+        ]
         starts = [0, *accumulate(-(-t.nbytes // ALIGN) * ALIGN for _, _, t in boxes)]
         on_gpu = any(t.is_cuda for _, _, t in boxes)
         if self.arena is None or self.arena.numel() < starts[-1]:
@@ -481,15 +533,25 @@ class Checkpointer:
 
         write(".metadata", pickle.dumps(_make_index([box for _, boxes in written for box in boxes])))
         write("meta.json", meta.encode())
-        manifest = {"format": FORMAT, "step": step, "world_size": self.world_size, "torch": torch.__version__, "files": files}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            "files": files,
+        }
         write("checksums.json", json.dumps(manifest, indent=1).encode())
         read_index(tmp)
         for name, (nbytes, _) in files.items():
-            if (tmp / name).stat().st_size != nbytes:  # stat through this machine's eyes: a rank may have written elsewhere
+            if (
+                tmp / name
+            ).stat().st_size != nbytes:  # stat through this machine's eyes: a rank may have written elsewhere
                 raise UserError(f"{tmp / name} has {(tmp / name).stat().st_size} bytes, {nbytes} were written")
         fsync(tmp)
         final = self.folder / tmp.name.removeprefix(".tmp-")
-        if final.exists():  # a damaged one, or a step trained again; _tidy puts it back if the power goes between the two renames
+        if (
+            final.exists()
+        ):  # a damaged one, or a step trained again; _tidy puts it back if the power goes between the two renames
             _move_aside(final, ".old-")
         tmp.rename(final)
         fsync(self.folder)
@@ -498,7 +560,9 @@ class Checkpointer:
         sound = [p for p in steps(self.folder) if (p / "checksums.json").is_file() and p.resolve() not in self.damaged]
         for path in sound[: -self.keep_last]:
             if path != final and path.resolve() not in self.protected:
-                shutil.rmtree(_move_aside(path, ".tmp-"), ignore_errors=True)  # half-removed it must not look like a checkpoint
+                shutil.rmtree(
+                    _move_aside(path, ".tmp-"), ignore_errors=True
+                )  # half-removed it must not look like a checkpoint
 
     # load
 
@@ -515,7 +579,9 @@ class Checkpointer:
         """verify() with the files dealt out to the ranks; once for each checkpoint found intact."""
         if path.resolve() in self.intact:
             return []
-        problems = [problem for found in self._everywhere(lambda: verify(path, self.rank, self.world_size)) for problem in found]
+        problems = [
+            problem for found in self._everywhere(lambda: verify(path, self.rank, self.world_size)) for problem in found
+        ]
         (self.damaged if problems else self.intact).add(path.resolve())
         return problems
 
@@ -541,8 +607,13 @@ class Checkpointer:
         with at("checkpoint", f"load {path.name}"):
             if problems := self._problems(path):
                 others = [p.name for p in steps(path.parent) if p != path]
-                raise UserError(f"{path} is not intact: {'; '.join(problems)}; others beside it: {', '.join(others) or 'none'}")
-            index, meta = read_index(path), read_meta(path)  # just verified: what is refused here is refused on every rank
+                raise UserError(
+                    f"{path} is not intact: {'; '.join(problems)}; others beside it: {', '.join(others) or 'none'}"
+                )
+            index, meta = (
+                read_index(path),
+                read_meta(path),
+            )  # just verified: what is refused here is refused on every rank
             if problems := _misfits(describe(path), self._everywhere(lambda: _layout(tensors))):
                 raise UserError(f"{path} does not fit this run: {'; '.join(problems)}")
             rng = index.state_dict_metadata.get(f"rng.{self.rank}")
@@ -561,10 +632,14 @@ def host_memory(nbytes: int, page_locked: bool) -> torch.Tensor:
     if not page_locked or not nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)  # locked pages cannot be shared: each loader worker's fork would copy all of them
+    memory.madvise(
+        mmap.MADV_DONTFORK
+    )  # locked pages cannot be shared: each loader worker's fork would copy all of them
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; locking would bring the pages in one by one
+    arena = torch.frombuffer(
+        memory, dtype=torch.uint8
+    ).zero_()  # by all threads; locking would bring the pages in one by one
     cudart = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))
     weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())

@@ -29,7 +29,10 @@ from flags import UserError, accumulation, run_cli
 from meter import at
 
 FORMAT = 1  # of a prepared folder
-LLMC = {20240520: (1, "uint16", "gpt2", 50257), 20240801: (7, "uint32", "llama-3", 128256)}  # magic -> version, contents
+LLMC = {
+    20240520: (1, "uint16", "gpt2", 50257),
+    20240801: (7, "uint32", "llama-3", 128256),
+}  # magic -> version, contents
 
 
 # ---------------------------------------------------------------------------------------------------- reading tokens
@@ -123,7 +126,9 @@ def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str,
     # a uint32 file read as uint16 has the high halves, all tiny, at every second place; 4096 tokens show it
     low, high = np.fromfile(path, dtype, 4096)[: n // 2 * 2].reshape(-1, 2).T
     if dtype == "uint16" and len(high) >= 8 and high.max() < 16 <= low.max():
-        raise UserError(f"{path}: read as uint16 every second token is under 16: this looks like uint32, which needs meta.json")
+        raise UserError(
+            f"{path}: read as uint16 every second token is under 16: this looks like uint32, which needs meta.json"
+        )
     return Shard(str(path), 0, n, None), (dtype, "gpt2", 50257)
 
 
@@ -132,7 +137,9 @@ def split_files(path: Path, split: str) -> list[Path]:
     if path.is_file() and path.suffix != ".bin":
         raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
     if path.is_dir():
-        return sorted(p for p in path.glob("*.bin") if re.search(rf"(?<![a-z]){split}(?![a-z])", p.name))  # not the val of retrieval.bin
+        return sorted(
+            p for p in path.glob("*.bin") if re.search(rf"(?<![a-z]){split}(?![a-z])", p.name)
+        )  # not the val of retrieval.bin
     other = path.with_name(path.name.replace("train", split))
     return [other] if other.exists() and (split == "train" or other != path) else []
 
@@ -148,7 +155,9 @@ def read_meta(path: str) -> tuple[Path, dict | None]:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
         _ = [meta[name] for name in ("dtype", "tokenizer", "vocab_size", "splits", "key")]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}/meta.json is not usable ({error!r}): remove that folder and prepare it again") from None
+        raise UserError(
+            f"{folder}/meta.json is not usable ({error!r}): remove that folder and prepare it again"
+        ) from None
     return folder, meta
 
 
@@ -243,7 +252,12 @@ class Batches:
         self, tokens: Tokens, *, seq_len: int, global_batch: int, micro_batch: int, rank: int, world_size: int, seed: int,
         start_step: int, steps: int, workers: int, device: torch.device | str, vocab_size: int
     ):  # fmt: skip
-        self.tokens, self.shape, self.vocab_size, self.device = tokens, (micro_batch, seq_len), vocab_size, torch.device(device)
+        self.tokens, self.shape, self.vocab_size, self.device = (
+            tokens,
+            (micro_batch, seq_len),
+            vocab_size,
+            torch.device(device),
+        )
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.accum = accumulation(global_batch, micro_batch, world_size)
         loader = torch.utils.data.DataLoader(
@@ -305,12 +319,21 @@ class Batches:
         atexit.unregister(self.close)
         if self.workers:
             self.iterator._shutdown_workers()
-            for worker in self.workers:  # one that is stuck would be waited for at exit, for ever: deaf to SIGTERM, it has nothing to lose
+            for worker in (
+                self.workers
+            ):  # one that is stuck would be waited for at exit, for ever: deaf to SIGTERM, it has nothing to lose
                 worker.kill()
 
 
 def val_batches(
-    tokens: Tokens, *, seq_len: int, micro_batch: int, rank: int, world_size: int, limit: int, vocab_size: int | None = None
+    tokens: Tokens,
+    *,
+    seq_len: int,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+    limit: int,
+    vocab_size: int | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The first `limit` windows (0: all) in order, each once over all ranks: x (B, T), y (B, T), sample (B,) on the CPU.
 
@@ -331,7 +354,9 @@ def val_batches(
 # ----------------------------------------------------------------------------------------------------- command line
 
 
-def show(path: str, step: int, world: int, global_batch: int, micro_batch: int, seq_len: int, seed: int, text: bool) -> None:
+def show(
+    path: str, step: int, world: int, global_batch: int, micro_batch: int, seq_len: int, seed: int, text: bool
+) -> None:
     """Print which windows the loader of each data-parallel rank reads in a step, and check them."""
     if step < 0 or world < 1:
         raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
@@ -370,8 +395,12 @@ def main() -> None:
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="files and folders")
     p.add_argument("--out", required=True, help="folder to make")
     p.add_argument("--tokenizer", help="a tiktoken encoding, or bytes (the default)")
-    p.add_argument("--val", type=float, default=0.0, help="share of the documents for validation, such as 0.005 (default 0)")
-    p.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="what to do with bad lines, bytes and documents")
+    p.add_argument(
+        "--val", type=float, default=0.0, help="share of the documents for validation, such as 0.005 (default 0)"
+    )
+    p.add_argument(
+        "--on-error", choices=("stop", "skip"), default="stop", help="what to do with bad lines, bytes and documents"
+    )
     p.add_argument("--vocab-size", type=int, help="number of ids; needed for ready-made ids")
     p.add_argument("--workers", type=int, help="threads (default: one per core)")
     p.add_argument("--text-field", default="text", help="name of the text in JSON lines and parquet (default text)")

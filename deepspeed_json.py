@@ -68,25 +68,41 @@ SECTIONS: dict[str, list[tuple[str, str, object]]] = {
         ("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "switch", "there is one AdamW, on either device"),
         ("steps_per_print", "size", "the screen has a line every --log-every steps"),
         ("wall_clock_breakdown memory_breakdown dump_state", "switch", "time and memory of each step are in log.jsonl"),
-        ("flops_profiler timers", "section", "MFU and the split of each step are in log.jsonl; --profile writes a trace"),
+        (
+            "flops_profiler timers",
+            "section",
+            "MFU and the split of each step are in log.jsonl; --profile writes a trace",
+        ),
         ("tensorboard wandb csv_monitor comet monitor_config", "section", LOG),
         ("comms_logger", "section", "calls and bytes are counted always and printed at the end"),
         ("log_level", "any", "there are no levels"),
         ("activation_checkpointing", "section", "says how to recompute, not whether: --recompute none|selective|full"),
         ("aio", "section", NVME),
-        ("checkpoint nebula datastates_ckpt", "section", "checkpoints fit any layout and are written behind training: --save-every"),
+        (
+            "checkpoint nebula datastates_ckpt",
+            "section",
+            "checkpoints fit any layout and are written behind training: --save-every",
+        ),
         ("compile", "section", "blocks are compiled one by one on a GPU: --compile, --no-compile"),
         ("autotuning", "section", "--explain says what fits"),
         ("pipeline", "any", "train_pipe.py is the pipeline"),
         ("dataloader_drop_last", "switch", "the stream of samples runs on over the end of an epoch"),
         ("vocabulary_size", "count", "--vocab-size, or the data's"),
         ("disable_allgather graph_harvesting use_data_before_expert_parallelism", "switch", "changes no number"),
-        ("seq_parallel_communication_data_type seq_parallel_comm_data_type", "text", "no sequence parallelism of that kind"),
+        (
+            "seq_parallel_communication_data_type seq_parallel_comm_data_type",
+            "text",
+            "no sequence parallelism of that kind",
+        ),
         ("amp torch_autocast", "off", "use bf16 or fp16: weights are kept in that dtype, with float32 masters"),
         ("tensor_parallel", "off", "train_tp.py splits layers"),
         ("elasticity", "off", "the batch stays what it is on any number of ranks; any checkpoint resumes on any"),
         ("curriculum_learning data_efficiency", "off", "the order of samples is a function of seed and step"),
-        ("compression_training quantize_training weight_quantization sparse_attention", "off", "the model is dense, in full precision"),
+        (
+            "compression_training quantize_training weight_quantization sparse_attention",
+            "off",
+            "the model is dense, in full precision",
+        ),
         ("progressive_layer_drop eigenvalue hybrid_engine expert_parallel", "off", "there is nothing like it here"),
     ],
     "optimizer": [
@@ -146,17 +162,41 @@ SECTIONS: dict[str, list[tuple[str, str, object]]] = {
         ("prefetch_bucket_size max_live_parameters max_reuse_distance param_persistence_threshold", "size", TWO_BLOCKS),
         ("stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance", "size", TWO_BLOCKS),
         ("stage3_param_persistence_threshold stage3_model_persistence_threshold", "size", TWO_BLOCKS),
-        ("model_persistence_threshold stage3_module_granularity_threshold stage3_partition_stream_chunk_size", "size", TWO_BLOCKS),
-        ("stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential memory_efficient_linear", "switch", TWO_BLOCKS),
-        ("stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save", "switch", "export.py gathers"),
+        (
+            "model_persistence_threshold stage3_module_granularity_threshold stage3_partition_stream_chunk_size",
+            "size",
+            TWO_BLOCKS,
+        ),
+        (
+            "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential memory_efficient_linear",
+            "switch",
+            TWO_BLOCKS,
+        ),
+        (
+            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+            "switch",
+            "export.py gathers",
+        ),
         ("gather_16bit_weights_on_model_save", "switch", "export.py gathers"),
-        ("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint", "switch", "checkpoints hold float32 masters"),
+        (
+            "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
+            "switch",
+            "checkpoints hold float32 masters",
+        ),
         ("ignore_unused_parameters override_module_apply", "switch", "every parameter is used, every step"),
         ("log_trace_cache_warnings enable_sanity_checks", "switch", "--check-collectives compares the ranks' calls"),
         ("zero_hpz_partition_size", "size", ("weights are sharded over all ranks", 0, 1)),
-        ("zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients", "switch", ("nothing is quantized", False)),
+        (
+            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+            "switch",
+            ("nothing is quantized", False),
+        ),
         ("mics_shard_size", "integer", ("weights are sharded over all ranks", -1)),
-        ("mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory parameter_alignment", "switch", "changes no number"),
+        (
+            "mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory parameter_alignment",
+            "switch",
+            "changes no number",
+        ),
         ("zeropp_loco_param zenflow", "off", "each update uses the whole gradient of its step"),
         ("leaf_module", "section", "the model's blocks are the leaves"),
     ],
@@ -166,7 +206,11 @@ SECTIONS: dict[str, list[tuple[str, str, object]]] = {
         ("pin_memory", "switch", PINNED),
         ("nvme_path", "text", NVME),
         ("buffer_count buffer_size", "size", NVME),
-        ("fast_init pipeline pipeline_read pipeline_write", "switch", "gradients and weights flow while other units update"),
+        (
+            "fast_init pipeline pipeline_read pipeline_write",
+            "switch",
+            "gradients and weights flow while other units update",
+        ),
         ("super_offload convert_grad_on_cpu", "switch", "gradients and weights flow while other units update"),
         ("cpuadam_cores_perc", "number", "the update uses the rank's share of the cores"),
     ],
@@ -181,7 +225,12 @@ SECTIONS: dict[str, list[tuple[str, str, object]]] = {
         ("param_dtype buffer_dtype", "text", ("fp16 and bf16 say it", "fp32")),
     ],
 }
-RULES = {f"{s}.{key}".lstrip("."): (kind, rule) for s, rows in SECTIONS.items() for keys, kind, rule in rows for key in keys.split()}
+RULES = {
+    f"{s}.{key}".lstrip("."): (kind, rule)
+    for s, rows in SECTIONS.items()
+    for keys, kind, rule in rows
+    for key in keys.split()
+}
 
 
 def load(path: str) -> dict:
@@ -192,13 +241,21 @@ def load(path: str) -> dict:
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        tree = json.loads(text, object_pairs_hook=tuple, parse_constant=constant)  # a tuple is an object: dicts forget repeated keys
+        tree = json.loads(
+            text, object_pairs_hook=tuple, parse_constant=constant
+        )  # a tuple is an object: dicts forget repeated keys
     except json.JSONDecodeError as error:
         rest, before = text[error.pos :].lstrip(), text[: error.pos].rstrip()
         if not text.strip():
             raise UserError(f"{path}: empty; a JSON object is expected") from None
         comma = rest[:1] in ("}", "]") and before.endswith(",") or rest[:1] == ","
-        hint = "a comment, JSON has none" if rest[:1] in ("/", "#") else "a comma with nothing behind it" if comma else error.msg
+        hint = (
+            "a comment, JSON has none"
+            if rest[:1] in ("/", "#")
+            else "a comma with nothing behind it"
+            if comma
+            else error.msg
+        )
         raise UserError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({hint})") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
@@ -228,7 +285,9 @@ def account(path: str, tree: dict) -> tuple[dict[str, object], list[str]]:
     notes: list[str] = []
 
     def walk(section: str, node: dict) -> None:
-        for name, value in sorted(node.items(), key=lambda item: item[0] != "type"):  # a type nobody can honour explains its params
+        for name, value in sorted(
+            node.items(), key=lambda item: item[0] != "type"
+        ):  # a type nobody can honour explains its params
             key = f"{section}.{name}".lstrip(".")
             if key not in RULES:
                 raise UserError(f"{path}: unknown key {key}; {_nearest(section, name)}")
@@ -285,15 +344,21 @@ def complete_batch(path: str, used: dict[str, object], dp: int, given: dict[str,
     train, micro, accum = (None if used.get(key) == AUTO else used.get(key) for key in keys)
     train, micro = train or given.get("global_batch"), micro or given.get("micro_batch")
     if not train and not micro:
-        raise UserError(f"{path}: {keys[2]} alone makes no batch; add {keys[0]} or {keys[1]} (or --global-batch, --micro-batch)")
+        raise UserError(
+            f"{path}: {keys[2]} alone makes no batch; add {keys[0]} or {keys[1]} (or --global-batch, --micro-batch)"
+        )
     if not accum and not (train and micro) and AUTO in (used.get(key) for key in keys):  # the rest is ours to choose
         return {"global_batch": train} if train else {"micro_batch": micro}
     per_step = (micro or 1) * (accum or 1) * dp
     train = train or per_step
     if train % per_step or (micro and accum and train != per_step):
-        factors = [f"micro {micro}"] * bool(micro) + [f"accumulation {accum}"] * bool(accum) + [f"data-parallel ranks {dp}"]
+        factors = (
+            [f"micro {micro}"] * bool(micro) + [f"accumulation {accum}"] * bool(accum) + [f"data-parallel ranks {dp}"]
+        )
         verdict = "!=" if micro and accum else "is not a multiple of"
-        raise UserError(f"{path}: {keys[0]} {train} {verdict} {' x '.join(factors)} = {per_step}; change one of {', '.join(keys)}")
+        raise UserError(
+            f"{path}: {keys[0]} {train} {verdict} {' x '.join(factors)} = {per_step}; change one of {', '.join(keys)}"
+        )
     micro = micro or train // per_step
     return {"global_batch": train, "micro_batch": micro}
 
@@ -316,9 +381,14 @@ def precision(path: str, used: dict[str, object], given: dict[str, object], said
         said["dtype"] = ("float16", "fp16.enabled") if fp16 is True else ("bfloat16", "bf16.enabled")
     elif AUTO not in (fp16, bf16):
         wanted = {"float16": "fp16.enabled", "bfloat16": "bf16.enabled"}.get(given.get("dtype"), "")
-        said["dtype"] = ("float32", wanted if wanted in used else "")  # a switch that is there and off contradicts the flag
+        said["dtype"] = (
+            "float32",
+            wanted if wanted in used else "",
+        )  # a switch that is there and off contradicts the flag
     if fp16 is False:
-        notes += [f"{key} ignored: fp16 is not enabled" for key in used if key.startswith("fp16.") and key != "fp16.enabled"]
+        notes += [
+            f"{key} ignored: fp16 is not enabled" for key in used if key.startswith("fp16.") and key != "fp16.enabled"
+        ]
         return
     take(said, used, "loss_scale", "fp16.loss_scale", 0.0)
     take(said, used, "scale_power", "fp16.initial_scale_power", 16)
@@ -346,7 +416,11 @@ def optimizer(path: str, used: dict[str, object], said: Said) -> None:
 def scheduler(path: str, used: dict[str, object], given: dict[str, object], said: Said, notes: list[str]) -> None:
     """Both end in lr_at: WarmupLR is its cosine with min_lr = lr."""
     kind, params = used["scheduler.type"], "scheduler.params."
-    foreign = ("warmup_max_lr", "warmup_min_lr") if kind == "WarmupCosineLR" else ("total_num_steps", "cos_min_ratio", "warmup_min_ratio")
+    foreign = (
+        ("warmup_max_lr", "warmup_min_lr")
+        if kind == "WarmupCosineLR"
+        else ("total_num_steps", "cos_min_ratio", "warmup_min_ratio")
+    )
     for name in foreign:
         if params + name in used:
             raise UserError(f"{path}: {params}{name} is no parameter of {kind}")
@@ -361,9 +435,13 @@ def scheduler(path: str, used: dict[str, object], given: dict[str, object], said
     ratio = used.get(params + "cos_min_ratio", 1e-4) if kind == "WarmupCosineLR" else 1.0
     if ratio != AUTO:
         if lr is None:
-            raise UserError(f"{path}: scheduler.type {kind} ends at a fraction of the peak, which is missing; give --lr")
+            raise UserError(
+                f"{path}: scheduler.type {kind} ends at a fraction of the peak, which is missing; give --lr"
+            )
         said["min_lr"] = (lr * ratio, "scheduler.type")
-    notes.append("scheduler: the same curve, but for a warm-up that is two steps ahead: the first update has a learning rate above 0")
+    notes.append(
+        "scheduler: the same curve, but for a warm-up that is two steps ahead: the first update has a learning rate above 0"
+    )
 
 
 def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[dict[str, object], list[str]]:  # noqa: B006
@@ -380,14 +458,18 @@ def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[d
     take(said, used, "stage", zero + "stage", 0)
     if used.get(zero + "cpu_offload") is True:  # the older way to say it
         if used.setdefault(zero + "offload_optimizer.device", "cpu") != "cpu":
-            raise UserError(f"{path}: zero_optimization.cpu_offload is true and offload_optimizer.device is not cpu: which of them?")
+            raise UserError(
+                f"{path}: zero_optimization.cpu_offload is true and offload_optimizer.device is not cpu: which of them?"
+            )
     take(said, used, "offload", zero + "offload_optimizer.device", "none")
     if "offload" in said:
         said["offload"] = ("optimizer" if said["offload"][0] == "cpu" else "none", said["offload"][1])
     precision(path, used, given, said, notes)
     for section in ("optimizer", "scheduler"):
         if f"{section}.type" not in used and any(key.startswith(f"{section}.") for key in used):
-            raise UserError(f"{path}: {section}.type is missing; allowed is {' or '.join(RULES[f'{section}.type'][1][1:3])}")
+            raise UserError(
+                f"{path}: {section}.type is missing; allowed is {' or '.join(RULES[f'{section}.type'][1][1:3])}"
+            )
     if "optimizer.type" in used:
         optimizer(path, used, said)
     if "scheduler.type" in used:

@@ -42,8 +42,17 @@ INNER = {
     "w_up": "mlp.up_proj",
     "w_down": "mlp.down_proj",
 }
-WRAPPERS = ("model", "module", "_orig_mod")  # name parts that say who held the model, not what is in it; a bare LlamaModel has none
-FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors' spelling: anything else is quantised, and a copy would not be the weight
+WRAPPERS = (
+    "model",
+    "module",
+    "_orig_mod",
+)  # name parts that say who held the model, not what is in it; a bare LlamaModel has none
+FLOATS = (
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+)  # in safetensors' spelling: anything else is quantised, and a copy would not be the weight
 
 
 def hf_name(name: str) -> str:
@@ -78,9 +87,13 @@ def _files(path: Path) -> list[Path]:
     elif (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif pickles := [p.name for p in sorted(path.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]:
-        raise UserError(f"{path / pickles[0]} is refused: a pickle can run code while it loads; only safetensors are read")
+        raise UserError(
+            f"{path / pickles[0]} is refused: a pickle can run code while it loads; only safetensors are read"
+        )
     else:
-        raise UserError(f"{path} holds neither model.safetensors nor model.safetensors.index.json, found {sorted(os.listdir(path))[:8]}")
+        raise UserError(
+            f"{path} holds neither model.safetensors nor model.safetensors.index.json, found {sorted(os.listdir(path))[:8]}"
+        )
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
             raise UserError(f"{index} names the file {name!r}, which is not in {path}")
@@ -96,7 +109,11 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
     path, safetensors = Path(path), _safetensors()
     there = load_config(str(path / "config.json"))
     free = ("seq_len", "dropout")  # no weight depends on them
-    differ = [f.name for f in dataclasses.fields(there) if f.name not in free and getattr(there, f.name) != getattr(model_cfg, f.name)]
+    differ = [
+        f.name
+        for f in dataclasses.fields(there)
+        if f.name not in free and getattr(there, f.name) != getattr(model_cfg, f.name)
+    ]
     if differ:
         what = ", ".join(f"{key} is {getattr(there, key)} there, {getattr(model_cfg, key)} here" for key in differ)
         raise UserError(f"{path} is another model: {what}; --model {path}/config.json takes all from there")
@@ -166,7 +183,11 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
     weights = {name: piece for name, piece in saved.items() if not name.startswith(("exp_avg.", "exp_avg_sq."))}
     problems = [f"missing: {_some(m)}"] if (m := [n for n in shapes if n not in weights]) else []
     problems += [f"left over: {_some(m)}"] if (m := [n for n in weights if n not in shapes]) else []
-    problems += [f"{n} has shape {p.shape}, expected {shapes[n]}" for n, p in weights.items() if n in shapes and p.shape != shapes[n]]
+    problems += [
+        f"{n} has shape {p.shape}, expected {shapes[n]}"
+        for n, p in weights.items()
+        if n in shapes and p.shape != shapes[n]
+    ]
     if problems:
         raise UserError(f"{path} does not fit the model in its meta.json: {'; '.join(problems[:20])}")
     if problems := verify(path):
@@ -183,12 +204,18 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
 
 def tokenizer_of(path: Path) -> str | None:
     """Tokenizer of a checkpoint's corpus, from the run folder around it; of an export, from its config.json. None: unknown or foreign."""
-    file, key = (path / "meta.json", "tokenizer") if (path / "meta.json").is_file() else (path / "config.json", "tiktoken_encoding")
+    file, key = (
+        (path / "meta.json", "tokenizer")
+        if (path / "meta.json").is_file()
+        else (path / "config.json", "tiktoken_encoding")
+    )
     try:
         name = json.loads(file.read_text())[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return name if name in ("bytes", *tiktoken.list_encoding_names()) else None  # "ids", "characters": nothing here can spell them
+    return (
+        name if name in ("bytes", *tiktoken.list_encoding_names()) else None
+    )  # "ids", "characters": nothing here can spell them
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -263,7 +290,9 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
         for i, names in enumerate(files):
             file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
             tensors = {hf_name(name): read(name).to(target) for name in names}
-            safetensors.torch.save_file(tensors, temporary / file, metadata={"format": "pt"})  # transformers refuses a file without it
+            safetensors.torch.save_file(
+                tensors, temporary / file, metadata={"format": "pt"}
+            )  # transformers refuses a file without it
             (temporary / file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
             where |= dict.fromkeys(tensors, file)
         if len(files) > 1:
@@ -285,7 +314,9 @@ def main() -> None:
     parser.add_argument("command", choices=["to-hf"])
     parser.add_argument("checkpoint", help="a step_... folder, or a run folder: its newest one")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="float32 keeps the masters bit for bit")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="float32 keeps the masters bit for bit"
+    )
     args = parser.parse_args()
     path = find_checkpoint(args.checkpoint)
     nbytes = to_hf(path, args.out, args.dtype)

@@ -24,7 +24,9 @@ class UserError(Exception):
 class Config:
     """The flags all training scripts share; a script's own Config adds its few. The comment behind a field is its --help text."""
 
-    model: str = ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
+    model: str = (
+        ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
+    )
     vocab_size: int = 0  # token ids the model knows [the size's; tiny: the data's]
     seq_len: int = 0  # tokens per sequence [the size's]
     global_batch: int = 0  # sequences per step over all ranks; accumulation follows from it [by size]
@@ -38,7 +40,9 @@ class Config:
     beta2: float = 0.95  # AdamW's average of squared gradients
     eps: float = 1e-8  # AdamW's guard against division by zero
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    dropout: float | None = None  # probability of zeroing a channel of what embedding and block halves add [the model's]
+    dropout: float | None = (
+        None  # probability of zeroing a channel of what embedding and block halves add [the model's]
+    )
     dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
         ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
     )
@@ -48,7 +52,9 @@ class Config:
     scale_hysteresis: int = 1  # float16: overflows before it halves
     scale_min: float = 1.0  # float16: never below this
     seed: int = 1337  # of weights, order of the data and dropout
-    data: str = ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
+    data: str = (
+        ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
+    )
     workers: int | None = None  # loader processes per rank; 0: load in the training process [1 on GPU, 0 on CPU]
     out: str = ""  # run folder: config, log, checkpoints [runs/SCRIPT-DATE]
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
@@ -58,7 +64,9 @@ class Config:
     eval_windows: int = 256  # validation sequences scored, the same first ones each time; 0: all
     resume: str = "auto"  # auto: go on from the newest checkpoint in a given --out; never; or a checkpoint's path
     init_from: str = ""  # start a new run from the weights of a checkpoint or a Hugging Face Llama folder
-    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing: compute again in backward instead of keeping
+    recompute: Literal["none", "selective", "full"] = (
+        "none"  # activation checkpointing: compute again in backward instead of keeping
+    )
     compile: bool | None = None  # torch.compile each block [on GPU only]
     hang_timeout: int = 600  # seconds a rank may wait for another before the job ends
     log_every: int = 10  # steps between lines on the screen; log.jsonl has every step
@@ -66,8 +74,12 @@ class Config:
     check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
-    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
-    overlap: bool = True  # communicate while there is compute to hide it behind; off: wait at once (but for a pipeline's messages)
+    wire: Literal["fp32", "bf16"] = (
+        "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
+    )
+    overlap: bool = (
+        True  # communicate while there is compute to hide it behind; off: wait at once (but for a pipeline's messages)
+    )
     profile: bool = False  # write a torch profiler trace of the fifth step into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 

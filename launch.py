@@ -74,7 +74,9 @@ class Run:
     number: int = 0  # of runs that this process started before
     copy_engine: bool = False  # whether transfers go by copy engines (peer_memory.py)
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
-    counts: bool = True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
+    counts: bool = (
+        True  # whether this rank's loss and token counts enter the sums: one rank of each model-parallel group
+    )
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -93,7 +95,9 @@ class Run:
         return values
 
 
-_job: dist.Store | None = None  # torchrun's own, which outlives the ranks: what they remember when they are started again
+_job: dist.Store | None = (
+    None  # torchrun's own, which outlives the ranks: what they remember when they are started again
+)
 _numbers = itertools.count()  # main() may run many times in one process
 _run: Run | None = None  # the last one started: what an error report can say about it
 _signal: int = 0
@@ -108,13 +112,17 @@ def say_if_stopped(run: Run, stop: float, step: int) -> None:
     """The last line of a run that a signal ended after `step`."""
     saved = f"the same command with --out {run.out} --resume auto goes on from there"
     if stop:
-        say(f"stopped by a signal after step {step}; {saved if run.cfg.save_every else 'without --save-every nothing was saved'}")
+        say(
+            f"stopped by a signal after step {step}; {saved if run.cfg.save_every else 'without --save-every nothing was saved'}"
+        )
 
 
 def _on_signal(number: int, frame: object) -> None:
     global _signal
     _signal = _signal or number
-    if not running():  # before the loop there is nothing to save: waiting for ranks or a corpus must not outlast a signal
+    if (
+        not running()
+    ):  # before the loop there is nothing to save: waiting for ranks or a corpus must not outlast a signal
         os._exit(128 + number)
 
 
@@ -131,11 +139,17 @@ def pick_device(cfg: Config) -> torch.device:
         if cfg.device == "auto" and not card.exists():
             return torch.device("cpu")
         driver = card.read_text().splitlines()[0] if card.exists() else "no NVIDIA driver found"
-        wheel = f"torch {torch.__version__} built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
-        raise UserError(f"CUDA does not work here: {driver}; {wheel}. Install a wheel that matches the driver, or use --device cpu")
+        wheel = (
+            f"torch {torch.__version__} built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU only'}"
+        )
+        raise UserError(
+            f"CUDA does not work here: {driver}; {wheel}. Install a wheel that matches the driver, or use --device cpu"
+        )
     local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= found:
-        raise UserError(f"local rank {local_rank} has no GPU: {found} found; lower --nproc_per_node, or use --device cpu")
+        raise UserError(
+            f"local rank {local_rank} has no GPU: {found} found; lower --nproc_per_node, or use --device cpu"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -154,19 +168,27 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         host = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})") from None
+        raise UserError(
+            f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})"
+        ) from None
     if not 0 < port < 1 << 16:
         raise UserError(f"MASTER_PORT={port}: allowed is 1 to 65535")
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        tcp = dist.TCPStore(host, port, size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=False)
+        tcp = dist.TCPStore(
+            host, port, size, is_master=rank == 0 and not agent, timeout=timeout, wait_for_workers=False
+        )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise UserError(f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone") from None
-        raise UserError(f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}") from None
+            raise UserError(
+                f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone"
+            ) from None
+        raise UserError(
+            f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}"
+        ) from None
     global _job
     store = dist.PrefixStore("nanoshard", tcp)
     _job = store if agent else None
@@ -189,7 +211,9 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -
             if store.get(f"here/{rank}").decode() != me:
                 raise UserError(twice)
             if time.time() > deadline:
-                raise UserError(f"rank 0 did not answer within {timeout_s} s: it did not come, or another process came as RANK={rank}")
+                raise UserError(
+                    f"rank 0 did not answer within {timeout_s} s: it did not come, or another process came as RANK={rank}"
+                )
             time.sleep(0.05)
         attempt = store.get(f"attempt of/{me}").decode()
     ours = dist.PrefixStore(attempt, store)
@@ -204,7 +228,9 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -
                 if store.check([f"here/{r}"]):
                     store.set(f"attempt of/{store.get(f'here/{r}').decode()}", attempt)
             if late and missing:
-                raise UserError(f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}")
+                raise UserError(
+                    f"{size - len(missing)} of {size} ranks arrived within {timeout_s} s, missing: {missing}"
+                )
         time.sleep(0.05)
     return ours
 
@@ -232,15 +258,28 @@ def start(
     if device.type == "cuda":
         limit = datetime.timedelta(seconds=timeout_s)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        control = dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=world_size < dist.get_world_size())
-    run = Run(cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem, number=next(_numbers))
+        control = dist.new_group(
+            ranks, backend="gloo", timeout=limit, use_local_synchronization=world_size < dist.get_world_size()
+        )
+    run = Run(
+        cfg, rank, world_size, device, group=group, control=control, script=Path(script).stem, number=next(_numbers)
+    )
 
     everyones = run.everyone(cfg)
-    differing = [f.name for f in dataclasses.fields(cfg) if len({repr(getattr(theirs, f.name)) for theirs in everyones}) > 1]
+    differing = [
+        f.name for f in dataclasses.fields(cfg) if len({repr(getattr(theirs, f.name)) for theirs in everyones}) > 1
+    ]
     if differing:
         raise UserError(f"the ranks were started with different flags: {', '.join(map(_flag, differing))}")
 
-    for key in ("steps", "lr", "global_batch", "micro_batch", "seq_len", "vocab_size"):  # 0 stands for "by size" when none is given
+    for key in (
+        "steps",
+        "lr",
+        "global_batch",
+        "micro_batch",
+        "seq_len",
+        "vocab_size",
+    ):  # 0 stands for "by size" when none is given
         if key in cfg.given and not getattr(cfg, key):
             raise UserError(f"{_flag(key)} 0: allowed is more than 0")
     for key in ("min_lr", "warmup_steps"):  # and here -1
@@ -264,13 +303,25 @@ def start(
     cfg.warmup_steps = min(warmup, cfg.steps // 10) if cfg.warmup_steps < 0 else cfg.warmup_steps
     cfg.workers = int(device.type == "cuda") if cfg.workers is None else cfg.workers
     cfg.compile = device.type == "cuda" if cfg.compile is None else cfg.compile
-    least = dict.fromkeys(("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0)
+    least = dict.fromkeys(
+        ("steps", "lr", "weight_decay", "clip", "workers", "save_every", "eval_every", "eval_windows", "loss_scale"), 0
+    )
     least |= dict.fromkeys(("beta1", "beta2", "eps", "scale_power", "min_lr"), 0) | {"scale_min": 2.0**-24}
-    for key, value in (least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window", "scale_hysteresis"), 1)).items():
+    for key, value in (
+        least | dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window", "scale_hysteresis"), 1)
+    ).items():
         given, limit = getattr(cfg, key), {"beta1": 1, "beta2": 1, "scale_power": 128}.get(key, math.inf)
         if not value <= given < limit:
-            raise UserError(f"{_flag(key)} {given}: allowed is {value} or more" + f", less than {limit}" * (given >= value))
-    best = "float32" if device.type == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+            raise UserError(
+                f"{_flag(key)} {given}: allowed is {value} or more" + f", less than {limit}" * (given >= value)
+            )
+    best = (
+        "float32"
+        if device.type == "cpu"
+        else "bfloat16"
+        if torch.cuda.is_bf16_supported(including_emulation=False)
+        else "float16"
+    )
     cfg.dtype = cfg.dtype or best
     run.dtype = getattr(torch, cfg.dtype)
     _set_up_torch(cfg, device)
@@ -300,7 +351,9 @@ def start(
             run.val_tokens.n_windows(cfg.seq_len)
         except UserError as error:
             raise UserError(f"{error}; --eval-every 0 trains without validation") from None
-    found = run.everyone((cfg.dtype, run.model_cfg, run.tokens.fingerprint, run.val_tokens and run.val_tokens.fingerprint))
+    found = run.everyone(
+        (cfg.dtype, run.model_cfg, run.tokens.fingerprint, run.val_tokens and run.val_tokens.fingerprint)
+    )
     if any(theirs != found[0] for theirs in found):  # hosts with other files or other cards
         raise UserError(f"the ranks differ in dtype, model or corpus: {dict(enumerate(found))}")
     if check:
@@ -313,7 +366,9 @@ def start(
 
 
 def _set_up_torch(cfg: Config, device: torch.device) -> None:
-    if "LOCAL_WORLD_SIZE" in os.environ or "OMP_NUM_THREADS" not in os.environ:  # torchrun leaves one thread per process
+    if (
+        "LOCAL_WORLD_SIZE" in os.environ or "OMP_NUM_THREADS" not in os.environ
+    ):  # torchrun leaves one thread per process
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if cfg.compile:
         torch.compiler.reset()  # what earlier runs of this process compiled counts against the variants that a block may have
@@ -362,7 +417,9 @@ def _open_run_folder(run: Run) -> None:
             "model": dataclasses.asdict(run.model_cfg),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "world_size": run.world_size,
-            "hardware": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
+            "hardware": torch.cuda.get_device_name(run.device)
+            if run.device.type == "cuda"
+            else f"CPU, {os.cpu_count()} cores",
             "torch": torch.__version__,
             "python": sys.version.split()[0],
             "commit": git_commit(),
@@ -371,7 +428,9 @@ def _open_run_folder(run: Run) -> None:
         }
         try:
             if not cfg.out and not _job and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-                raise UserError("torchrun has started this job again, and its store forgot the run's folder: --out names one that stays")
+                raise UserError(
+                    "torchrun has started this job again, and its store forgot the run's folder: --out names one that stays"
+                )
             out = Path(cfg.out or _recall(run, "folder") or _new_folder(run.script))
             out.mkdir(parents=True, exist_ok=True)
             (out / ".config.json").write_text(json.dumps(facts, indent=1))  # see own_folder()
@@ -432,7 +491,10 @@ def _banner(run: Run) -> None:
     per_step = cfg.global_batch * cfg.seq_len
     windows = run.tokens.n_windows(cfg.seq_len)
     where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
-    say(f"{run.script}: {run.world_size} x {where}, torch {torch.__version__}" + (f", run folder {run.out}" if run.out else ""))
+    say(
+        f"{run.script}: {run.world_size} x {where}, torch {torch.__version__}"
+        + (f", run folder {run.out}" if run.out else "")
+    )
     say(
         f"model {cfg.model}: {n_params(run.model_cfg):,} parameters, {flops_per_token(run.model_cfg) / 1e9:.3f} GFLOP per token, "
         f"compute in {cfg.dtype}, masters in {str(run.master_dtype)[6:]}"
@@ -459,7 +521,9 @@ def subgroup(run: Run, colour: Callable[[int], object]) -> dist.ProcessGroup:
     groups = {}
     for c in dict.fromkeys(map(colour, range(run.world_size))):
         members = [job_rank for rank, job_rank in enumerate(ranks) if colour(rank) == c]
-        groups[c] = dist.new_group(members, timeout=timeout, use_local_synchronization=run.world_size < dist.get_world_size())
+        groups[c] = dist.new_group(
+            members, timeout=timeout, use_local_synchronization=run.world_size < dist.get_world_size()
+        )
     return groups[colour(run.rank)]
 
 
@@ -515,7 +579,9 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     path = newest or (cfg.resume if explicit else None)
     if path is None:
         if run.everyone(steps(saver.folder))[0]:
-            raise UserError(f"no checkpoint in {saver.folder} is intact (see above): repair or remove them, or give another --out")
+            raise UserError(
+                f"no checkpoint in {saver.folder} is intact (see above): repair or remove them, or give another --out"
+            )
         if cfg.init_from:
             _init_from(run, saver, strategy, pieces)
         own_folder(run)
@@ -527,7 +593,9 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     saved = read_meta(path)
     if not {"step", "updates", "scaler", "config", "model", "data"} <= saved.keys():
         raise UserError(f"{path}: its meta.json is not one of a training run")
-    if newest is None and (later := run.everyone([p.name for p in steps(saver.folder) if int(p.name[5:]) > saved["step"]])[0]):
+    if newest is None and (
+        later := run.everyone([p.name for p in steps(saver.folder) if int(p.name[5:]) > saved["step"]])[0]
+    ):
         raise UserError(
             f"--resume {path}: {saver.folder} holds later steps ({', '.join(later)}), from which a restart would go on; remove them or "
             "give another --out"
@@ -550,7 +618,12 @@ def resume(run: Run, saver, strategy, scaler) -> tuple[int, int]:
     elif saved["world_size"] == run.world_size:
         say("resume: the checkpoint has no RNG states (nothing here uses them)")
     for key, old in saved["config"].items():
-        if old != getattr(cfg, key, old) and key not in ("out", "resume", "data", "device"):  # a flag of another script is no change
+        if old != getattr(cfg, key, old) and key not in (
+            "out",
+            "resume",
+            "data",
+            "device",
+        ):  # a flag of another script is no change
             say(f"resume: {_flag(key)} {old} -> {getattr(cfg, key)}")
     own_folder(run)
     if cfg.log_samples:
@@ -610,7 +683,9 @@ def run_script(main: Callable[[Config], list], config: type, doc: str) -> None:
         main(cfg)
         if dist.is_initialized():
             stopped += _signal
-            dist.all_reduce(stopped, op=dist.ReduceOp.MAX)  # and no rank takes the store away while another still needs it
+            dist.all_reduce(
+                stopped, op=dist.ReduceOp.MAX
+            )  # and no rank takes the store away while another still needs it
             dist.destroy_process_group()
     except BaseException as error:
         _report(error, main, alike=cfg is None and "TORCHELASTIC_RUN_ID" in os.environ)
@@ -641,7 +716,9 @@ def _report(error: BaseException, main: Callable, alike: bool) -> None:
     if dist.is_initialized() and several:
         try:
             store = dist.distributed_c10d._get_default_store()
-            secondary = isinstance(error, dist.DistBackendError) or re.search("Connection (closed by peer|reset)", str(error))  # NCCL, gloo
+            secondary = isinstance(error, dist.DistBackendError) or re.search(
+                "Connection (closed by peer|reset)", str(error)
+            )  # NCCL, gloo
             deadline = time.time() + (3 if secondary else 0)
             while not store.check(["first_error"]) and time.time() < deadline:
                 time.sleep(0.05)  # the rank that closed the connection is about to say why
@@ -672,13 +749,24 @@ def _out_of_memory(predict: Callable[[Run], tuple] | None) -> str:
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     predicted = sum(predict(run)[0].values())
-    report = f"rank {run.rank} is out of memory: {predicted / 1e9:.2f} GB predicted, the device has {there / 1e9:.2f} GB; "
-    changes = [{"micro_batch": m} for m in range(cfg.micro_batch - 1, 0, -1) if cfg.micro_batch % m == 0] + [{"recompute": "full"}]
+    report = (
+        f"rank {run.rank} is out of memory: {predicted / 1e9:.2f} GB predicted, the device has {there / 1e9:.2f} GB; "
+    )
+    changes = [{"micro_batch": m} for m in range(cfg.micro_batch - 1, 0, -1) if cfg.micro_batch % m == 0] + [
+        {"recompute": "full"}
+    ]
     if hasattr(cfg, "stage"):
         changes += [{"stage": stage} for stage in range(cfg.stage + 1, 4)] + [{"offload": "optimizer"}]
     for change in changes:  # in the order of what they cost in speed
         accum = cfg.global_batch // (change.get("micro_batch", cfg.micro_batch) * run.dp)
         other = dataclasses.replace(run, cfg=dataclasses.replace(cfg, **change), accum=accum)
         if sum(predict(other)[0].values()) < 0.9 * min(there, predicted):  # of predicted too: it did not fit
-            return report + "smallest change that helps: " + " ".join(f"{_flag(key)} {value}" for key, value in change.items())
-    return report + "no single flag is enough: more GPUs, or --micro-batch 1 with --recompute full and train_zero.py --stage 3"
+            return (
+                report
+                + "smallest change that helps: "
+                + " ".join(f"{_flag(key)} {value}" for key, value in change.items())
+            )
+    return (
+        report
+        + "no single flag is enough: more GPUs, or --micro-batch 1 with --recompute full and train_zero.py --stage 3"
+    )

@@ -102,7 +102,9 @@ def say(text: str) -> None:
 def peak_flops(name: str) -> float | None:
     """bf16 peak of the GPU of this name; None for hardware the table does not know: no MFU rather than a wrong one."""
     # whole words, and no variant of them: an H200 NVL or a GB200 is another card
-    return next((peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}\b(?! (?:NVL|PCIe|Ti|D|Laptop))", name)), None)
+    return next(
+        (peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}\b(?! (?:NVL|PCIe|Ti|D|Laptop))", name)), None
+    )
 
 
 class Meter:
@@ -197,7 +199,9 @@ class Meter:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def log(self, step: int, loss: float, norm: float | None, lr: float, tokens: int, scale: float, skipped: bool, **more) -> dict:
+    def log(
+        self, step: int, loss: float, norm: float | None, lr: float, tokens: int, scale: float, skipped: bool, **more
+    ) -> dict:
         """Close a step: its row goes to log.jsonl with all digits and, every --log-every steps, to the screen.
 
         norm None: not finite, the step was skipped. tokens: sequence positions of the global batch.
@@ -247,9 +251,14 @@ class Meter:
         for event in profiler.events():
             busy = event.self_device_time_total if self.cuda else event.self_cpu_time_total
             if busy and (not self.cuda or event.device_type == torch.autograd.DeviceType.CUDA):
-                split[next((kind for kind, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "other")] += busy / 1e3
+                split[
+                    next((kind for kind, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "other")
+                ] += busy / 1e3
                 names[event.name[:100]] += busy / 1e3
-        say("trace of one step, ms by kind: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in sorted(split.items(), key=lambda kv: -kv[1])))
+        say(
+            "trace of one step, ms by kind: "
+            + ", ".join(f"{kind} {ms:.1f}" for kind, ms in sorted(split.items(), key=lambda kv: -kv[1]))
+        )
         for name, ms in sorted(names.items(), key=lambda kv: -kv[1])[:16]:
             say(f"  {ms:9.1f}  {name}")
 
@@ -271,7 +280,9 @@ class Meter:
             + f"lr {row['lr']:.2e}  {row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms  "
             + (f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else "")
             + f"{row['peak_gb']:.1f} GB"
-            + (f"  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left" if len(self.rows) > 1 else "")  # the first step compiles
+            + (
+                f"  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left" if len(self.rows) > 1 else ""
+            )  # the first step compiles
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
         )
 
@@ -294,7 +305,11 @@ class Meter:
             verdict = "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
             say(f"{op}: predicted {pc} calls, {pb:,} bytes a step; measured {mc} calls, {mb:,} bytes: {verdict}")
         predicted = sum(memory.values())
-        say("memory: " + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items()) + f" = {predicted / 1e9:.3f} GB predicted")
+        say(
+            "memory: "
+            + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items())
+            + f" = {predicted / 1e9:.3f} GB predicted"
+        )
         kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
         say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
 

@@ -81,10 +81,16 @@ def load_config(name: str) -> ModelConfig:
     unknown = [key for key in spec if key not in fields]
     missing = [key for key, f in fields.items() if f.default is dataclasses.MISSING and key not in spec]
     if unknown or missing:
-        raise UserError(f"--model {name}: unknown fields {unknown}, missing fields {missing}; the fields are {list(fields)}")
+        raise UserError(
+            f"--model {name}: unknown fields {unknown}, missing fields {missing}; the fields are {list(fields)}"
+        )
     for key, value in spec.items():
         kind = fields[key].type
-        if kind is not bool and isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        if (
+            kind is not bool
+            and isinstance(value, bool)
+            or not isinstance(value, (int, float) if kind is float else kind)
+        ):
             raise UserError(f"--model {name}: {key} is {value!r}, expected {kind.__name__}")
     return ModelConfig(**spec)
 
@@ -94,8 +100,13 @@ def _from_hf(name: str, hf: dict) -> dict:
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
     for key in needed:
         if not isinstance(hf.get(key), int) or hf[key] < 1:
-            raise UserError(f"--model {name}: {key} is {hf.get(key, 'missing')}, a Llama config has {', '.join(needed)}, each 1 or more")
-    scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}  # transformers 5 keeps theta in the second
+            raise UserError(
+                f"--model {name}: {key} is {hf.get(key, 'missing')}, a Llama config has {', '.join(needed)}, each 1 or more"
+            )
+    scaling, parameters = (
+        hf.get("rope_scaling") or {},
+        hf.get("rope_parameters") or {},
+    )  # transformers 5 keeps theta in the second
     for key, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if not isinstance(value, dict):
             raise UserError(f"--model {name}: {key} = {value!r} is no object")
@@ -133,7 +144,9 @@ def check_config(cfg: ModelConfig) -> None:
         if getattr(cfg, key) < 1:
             raise UserError(f"model: {key} = {getattr(cfg, key)}, allowed is 1 or more")
     if cfg.n_embd % cfg.n_head or cfg.head_dim % 2:
-        raise UserError(f"model: n_embd = {cfg.n_embd} over n_head = {cfg.n_head} must give an even whole head size (rotary pairs)")
+        raise UserError(
+            f"model: n_embd = {cfg.n_embd} over n_head = {cfg.n_head} must give an even whole head size (rotary pairs)"
+        )
     if cfg.n_head % cfg.n_kv_head:
         raise UserError(f"model: n_head = {cfg.n_head} is not a multiple of n_kv_head = {cfg.n_kv_head}")
     for key in ("rope_theta", "norm_eps"):
@@ -248,7 +261,9 @@ def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Te
     B, T, _ = x.shape
     hd = cos.shape[-1] * 2
     q, k, v = (F.linear(x, w).view(B, T, -1, hd).transpose(1, 2) for w in (wq, wk, wv))  # (B, heads, T, hd)
-    y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=wq.shape[0] != wk.shape[0])
+    y = F.scaled_dot_product_attention(
+        rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=wq.shape[0] != wk.shape[0]
+    )
     return F.linear(y.transpose(1, 2).reshape(B, T, -1), wo)
 
 
@@ -403,7 +418,9 @@ def flops_per_token(cfg: ModelConfig) -> int:
     return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
 
 
-def activation_bytes(cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False) -> int:
+def activation_bytes(
+    cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False
+) -> int:
     """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits.
 
     compiled: the loss's gradient is written over the logits; else there is a float copy of them too.
@@ -420,4 +437,6 @@ if __name__ == "__main__":
     print(f"{'size':6s}{'parameters':>16s}{'GFLOP/token':>13s}{'GB of fp32 weights + AdamW moments':>37s}")
     for size, config in SIZES.items():
         config = dataclasses.replace(config, vocab_size=config.vocab_size or 257)
-        print(f"{size:6s}{n_params(config):16,d}{flops_per_token(config) / 1e9:13.3f}{12 * n_params(config) / 1e9:37.1f}")
+        print(
+            f"{size:6s}{n_params(config):16,d}{flops_per_token(config) / 1e9:13.3f}{12 * n_params(config) / 1e9:37.1f}"
+        )

@@ -60,7 +60,9 @@ class FlatUnit:
         for name, shape in self.shapes.items():
             a, b = self.overlap(name, first, shard.numel())
             found[prefix + name] = (
-                flat_piece(shape, a - self.start[name], shard[a - first : b - first]) if a < b else Piece(shape, shard.dtype)
+                flat_piece(shape, a - self.start[name], shard[a - first : b - first])
+                if a < b
+                else Piece(shape, shard.dtype)
             )
         return found
 
@@ -76,7 +78,9 @@ def flat_unit(name: str, shapes: dict[str, tuple[int, ...]], multiple: int = 1) 
     return FlatUnit(name, ordered, start, decay, end, -(-end // multiple) * multiple)
 
 
-def adamw_step(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, decay: int, update: int, lr: float, cfg) -> None:
+def adamw_step(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, decay: int, update: int, lr: float, cfg
+) -> None:
     """One AdamW update in place of 1-D buffers of equal length, float32 or float64; elements [0, decay) are decayed.
 
     update: how many updates these moments have seen. torch's fused kernel, on CPU and CUDA (foreach differs from it in the last

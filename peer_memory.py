@@ -62,7 +62,9 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric  # alpha in torch 2.11 to 2.13, and only needed on GPUs
 
         self.mine = symmetric.empty(numel, dtype=dtype, device=run.device)
-        torch.cuda.synchronize(run.device)  # on every rank, before all meet: no signal of an earlier run is on its way any more
+        torch.cuda.synchronize(
+            run.device
+        )  # on every rank, before all meet: no signal of an earlier run is on its way any more
         try:
             self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
         except RuntimeError as error:  # a container may forbid what the cards could do
@@ -98,7 +100,9 @@ class PeerMemory:
         with torch.cuda.stream(self.stream):
             if not settled:
                 self.barrier()
-            for to, source in copies[self.rank :] + copies[: self.rank]:  # each rank begins elsewhere: no link is first for all
+            for to, source in (
+                copies[self.rank :] + copies[: self.rank]
+            ):  # each rank begins elsewhere: no link is first for all
                 to.copy_(source, non_blocking=True)
             if not settled:
                 self.barrier()

@@ -60,7 +60,9 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     """A tiktoken encoding by name, or "bytes": 256 byte tokens and <|endoftext|> = 256, which needs no network."""
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+        return tiktoken.Encoding(
+            "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+        )
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise UserError(f"unknown tokenizer {name!r}: tiktoken has {', '.join(sorted(known))}, and there is bytes")
@@ -131,7 +133,9 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
         where = f"{path}:{number}"
         try:
             if isinstance(row, bytes):
-                row = json.loads(row.decode().removeprefix("\ufeff")) if row.strip() else {field: ""}  # a blank line: empty
+                row = (
+                    json.loads(row.decode().removeprefix("\ufeff")) if row.strip() else {field: ""}
+                )  # a blank line: empty
             else:
                 row = {field: row.as_py()}
             if isinstance(row, dict) and "ids" in row:
@@ -143,7 +147,11 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
             elif isinstance(row, dict) and isinstance(row.get(field), str):
                 yield from cut([row[field]], where)
             else:
-                found = {k: type(v).__name__ for k, v in row.items()} if isinstance(row, dict) else f"a {type(row).__name__}"
+                found = (
+                    {k: type(v).__name__ for k, v in row.items()}
+                    if isinstance(row, dict)
+                    else f"a {type(row).__name__}"
+                )
                 raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}')
         except UnicodeDecodeError as error:
             bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
@@ -202,10 +210,16 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
             files.append(name)
         elif not os.path.isdir(name):
             raise UserError(f"{name}: no such file or folder")
-        for folder, folders, names in os.walk(name, onerror=unreadable if os.path.isdir(name) else None):  # a file has none
+        for folder, folders, names in os.walk(
+            name, onerror=unreadable if os.path.isdir(name) else None
+        ):  # a file has none
             folders.sort()
-            left["link to a folder"] += sum(os.path.islink(os.path.join(folder, f)) for f in folders)  # not followed: it may lead back
-            for path in filter(os.path.isfile, (os.path.join(folder, n) for n in sorted(names))):  # no dead links, no pipes
+            left["link to a folder"] += sum(
+                os.path.islink(os.path.join(folder, f)) for f in folders
+            )  # not followed: it may lead back
+            for path in filter(
+                os.path.isfile, (os.path.join(folder, n) for n in sorted(names))
+            ):  # no dead links, no pipes
                 if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
                     files.append(path)
                 else:
@@ -213,7 +227,9 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
     files = list({os.path.realpath(file): file for file in files}.values())  # a document named twice is one
     left = +left
     if not files:
-        raise UserError(f"no files in {', '.join(inputs)}: wanted {' '.join(text)} (also .gz) {' '.join(binary)}, found {dict(left)}")
+        raise UserError(
+            f"no files in {', '.join(inputs)}: wanted {' '.join(text)} (also .gz) {' '.join(binary)}, found {dict(left)}"
+        )
     return files, left
 
 
@@ -282,10 +298,14 @@ def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_si
         new = piece.payload
         if isinstance(new, str):
             if encoding.n_vocab > vocab_size:
-                raise UserError(f"{piece.where}: text, but --vocab-size {vocab_size} is less than {encoding.name}'s {encoding.n_vocab} ids")
+                raise UserError(
+                    f"{piece.where}: text, but --vocab-size {vocab_size} is less than {encoding.name}'s {encoding.n_vocab} ids"
+                )
             try:
                 new = encode_text(encoding, new)
-            except BaseException as error:  # tiktoken's Rust panics derive from BaseException alone; no Ctrl-C comes to a thread
+            except (
+                BaseException
+            ) as error:  # tiktoken's Rust panics derive from BaseException alone; no Ctrl-C comes to a thread
                 bad(f"{piece.where}: the tokenizer cannot encode this ({type(error).__name__}: {str(error)[:120]})")
                 if piece.first:
                     continue
@@ -346,10 +366,14 @@ def prepare(
     key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}
     if folder.is_dir() and (old := read_meta(out)[1]):
         was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
-        names = [k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)]  # reverse: options before paths
+        names = [
+            k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)
+        ]  # reverse: options before paths
         differs = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
         if names:
-            raise UserError(f"{out} was prepared otherwise, {len(names)} differences ({differs}): remove it or choose another --out")
+            raise UserError(
+                f"{out} was prepared otherwise, {len(names)} differences ({differs}): remove it or choose another --out"
+            )
         print(f"{out} is up to date", file=sys.stderr)
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -390,13 +414,21 @@ def prepare(
         if not splits["train"]["tokens"]:
             count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
             raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
-        for shard in (s["shards"][0] for s in splits.values() if len(s["shards"]) == 1):  # the usual name, which nanoGPT reads too
+        for shard in (
+            s["shards"][0] for s in splits.values() if len(s["shards"]) == 1
+        ):  # the usual name, which nanoGPT reads too
             for kind in ("file", "mask"):
                 if name := shard[kind]:
                     shard[kind] = (temporary / name).rename(temporary / name.replace("-00000", "")).name
         meta = {"format": FORMAT, "tokenizer": tokenizer or ("bytes" if seen["text"] else "ids"), "vocab_size": vocab}
         meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
-        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped, "key": key}
+        meta |= {
+            "empty": seen["empty"],
+            "left_out": dict(left),
+            "skipped": seen["skipped"],
+            "skipped_first": skipped,
+            "key": key,
+        }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
@@ -439,7 +471,9 @@ def ensure_corpus(path: str) -> None:
 def _stdlib() -> list[str]:
     found = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        folders[:] = sorted(name for name in folders if not name.endswith("-packages"))  # what is installed there may be large
+        folders[:] = sorted(
+            name for name in folders if not name.endswith("-packages")
+        )  # what is installed there may be large
         found += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
     return found
 

@@ -74,7 +74,9 @@ def ring_plan(rank: int, N: int, both_ways: bool = False, gather: bool = False) 
     begun with the chunk that each rank owns.
     """
     right, left = (N // 2, (N - 1) // 2) if both_ways else (N - 1, 0)
-    a, b = (rank + 1, rank + 1) if gather else (rank + 1 + right, rank + 1 - left)  # the chunks sent first, to the right and to the left
+    a, b = (
+        (rank + 1, rank + 1) if gather else (rank + 1 + right, rank + 1 - left)
+    )  # the chunks sent first, to the right and to the left
     to_right = [((rank + 1) % N, (a - s) % N, (rank - 1) % N, (a - 1 - s) % N) for s in range(right)]
     to_left = [((rank - 1) % N, (b + s) % N, (rank + 1) % N, (b + 1 + s) % N) for s in range(left)]
     return [[to_right[s], *to_left[s : s + 1]] for s in range(right)]
@@ -84,7 +86,11 @@ def _pieces(longest: int, itemsize: int, kind: str) -> tuple[int, int, int]:
     """For chunks of at most `longest` elements: elements of a piece, pieces of a chunk, how many are received ahead of adding."""
     piece = min(longest, PIECE_BYTES[kind] // itemsize)
     n_pieces = math.ceil(longest / piece)
-    return piece, n_pieces, min(AHEAD, n_pieces - 1)  # piece p of a step sends what piece p received one step before: less than a step
+    return (
+        piece,
+        n_pieces,
+        min(AHEAD, n_pieces - 1),
+    )  # piece p of a step sends what piece p received one step before: less than a step
 
 
 def extra_bytes(way: str, numel: int, itemsize: int, N: int, kind: str, fp32_partials: bool = False) -> int:
@@ -119,7 +125,9 @@ def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable |
             ops, arrivals, nbytes = [], [], 0
             for lane, (to, send_chunk, source, recv_chunk) in enumerate(hops):
                 outgoing, target = (chunks[c][p * piece : (p + 1) * piece] for c in (send_chunk, recv_chunk))
-                incoming = scratch[i % (ahead + 1), lane, : target.numel()] if reduce else target  # all-gather: straight into place
+                incoming = (
+                    scratch[i % (ahead + 1), lane, : target.numel()] if reduce else target
+                )  # all-gather: straight into place
                 # The receive first: gloo starts a transfer only once the other side has said where it may land.
                 ops.append(dist.P2POp(dist.irecv, incoming, dist.get_global_rank(group, source), group))
                 ops.append(dist.P2POp(dist.isend, outgoing, dist.get_global_rank(group, to), group))
@@ -175,9 +183,13 @@ def _flatten(x: Tensor, op: str) -> tuple[Tensor, Tensor]:
     if op not in REDUCE:
         raise ValueError(f"all-reduce op {op!r}: allowed are {', '.join(REDUCE)}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"all-reduce of {x.dtype}: allowed are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
+        raise TypeError(
+            f"all-reduce of {x.dtype}: allowed are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+        )
     if op == "avg" and x.dtype not in FLOATS:
-        raise TypeError(f"all-reduce avg of {x.dtype}: an average needs a floating-point dtype; allowed are sum, max, min")
+        raise TypeError(
+            f"all-reduce avg of {x.dtype}: an average needs a floating-point dtype; allowed are sum, max, min"
+        )
     if op in ("max", "min") and x.is_complex():
         raise TypeError(f"all-reduce {op} of {x.dtype}: complex numbers have no order; allowed are sum, avg")
     real = torch.view_as_real(x) if x.is_complex() else x
@@ -186,7 +198,11 @@ def _flatten(x: Tensor, op: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def ring_all_reduce(
-    x: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None, fp32_partials: bool = False, both_ways: bool | None = None
+    x: Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    fp32_partials: bool = False,
+    both_ways: bool | None = None,
 ) -> int:
     """All-reduce x in place: op sum, avg, max or min over the ranks of group; any shape and strides, equally many elements on all ranks.
 
@@ -237,7 +253,11 @@ def central_all_reduce(x: Tensor, op: str = "sum", group: dist.ProcessGroup | No
 
 def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -> dict[str, float]:
     """Median seconds of the slowest rank for each way to all-reduce numel random numbers; each result is checked against the backend's."""
-    ways = {"central": central_all_reduce, "ring": lambda x: ring_all_reduce(x, both_ways=False), "backend": dist.all_reduce}
+    ways = {
+        "central": central_all_reduce,
+        "ring": lambda x: ring_all_reduce(x, both_ways=False),
+        "backend": dist.all_reduce,
+    }
     if dist.get_world_size() > 2:
         ways["both ways"] = lambda x: ring_all_reduce(x, both_ways=True)
     source = torch.randn(numel, device=device).to(dtype)
@@ -245,8 +265,12 @@ def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -
     dist.all_reduce(expected)
     allowed = 8 * dist.get_world_size() * torch.finfo(dtype).eps * expected.abs().max()
     seconds = torch.zeros(reps, len(ways), dtype=torch.float64, device=device)
-    for rep in range(-1, reps):  # the first round, overwritten by the last, warms up connections, scratch and page tables
-        for k, (name, way) in sorted(enumerate(ways.items()), reverse=rep % 2 == 0):  # in turn: drift and load hit all alike
+    for rep in range(
+        -1, reps
+    ):  # the first round, overwritten by the last, warms up connections, scratch and page tables
+        for k, (name, way) in sorted(
+            enumerate(ways.items()), reverse=rep % 2 == 0
+        ):  # in turn: drift and load hit all alike
             x.copy_(source)
             dist.barrier()
             if device.type == "cuda":
@@ -262,7 +286,9 @@ def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -
                 seconds[rep, k] = time.perf_counter() - start
             off = (x - expected).abs().max()
             if not off <= allowed:
-                raise RuntimeError(f"{name}: rank {dist.get_rank()} is {off} off the backend's all-reduce, allowed {allowed}")
+                raise RuntimeError(
+                    f"{name}: rank {dist.get_rank()} is {off} off the backend's all-reduce, allowed {allowed}"
+                )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(ways, seconds.median(dim=0).values.tolist(), strict=True))
 
@@ -301,13 +327,19 @@ def main() -> None:
     if not Path(cfg.out).absolute().parent.is_dir():
         raise UserError(f"--out {cfg.out}: there is no folder {Path(cfg.out).absolute().parent}")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UserError("one process has nobody to talk to; launch two or more: torchrun --nproc_per_node=2 ring_allreduce.py")
+        raise UserError(
+            "one process has nobody to talk to; launch two or more: torchrun --nproc_per_node=2 ring_allreduce.py"
+        )
     device = pick_device(cfg)
     open_group(device, timeout_s=120)
     N, dtype = dist.get_world_size(), getattr(torch, cfg.dtype)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    say(f"{N} ranks, {backend}, {name}, torch {torch.__version__}, {cfg.dtype}; median ms of the slowest rank (bus bandwidth in GB/s)")
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    )
+    say(
+        f"{N} ranks, {backend}, {name}, torch {torch.__version__}, {cfg.dtype}; median ms of the slowest rank (bus bandwidth in GB/s)"
+    )
     rows = []
     for size in sizes:
         numel = max(1, round(size * 1e6 / dtype.itemsize))
@@ -320,7 +352,9 @@ def main() -> None:
     say("ring: t = alpha 2(N-1) + 2(N-1)/N size / beta; central: t = 2(N-1) (alpha + size / beta)")
     say(f"alpha {alpha * 1e6:.1f} us, beta {beta / 1e9:.2f} GB/s; the ring's times are within {residual:.0%} of that")
     for ranks in (8, 64):
-        ring, central = (2e3 * (ranks - 1) * (alpha + part / beta) for part in (rows[-1]["bytes"] / ranks, rows[-1]["bytes"]))
+        ring, central = (
+            2e3 * (ranks - 1) * (alpha + part / beta) for part in (rows[-1]["bytes"] / ranks, rows[-1]["bytes"])
+        )
         say(f"{sizes[-1]:g} MB on {ranks} ranks over such links: ring {ring:.1f} ms, central {central:.1f} ms")
     if dist.get_rank() == 0:
         link = {
@@ -332,7 +366,11 @@ def main() -> None:
             "beta_bytes_s": beta,
             "residual": residual,
         }
-        link |= {"torch": torch.__version__, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "rows": rows}
+        link |= {
+            "torch": torch.__version__,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "rows": rows,
+        }
         Path(cfg.out).write_text(json.dumps(link, indent=1) + "\n")
         say(f"written to {cfg.out}")
     dist.destroy_process_group()

@@ -33,13 +33,17 @@ from prepare import encode_text, load_tokenizer
 class Config:
     """sample.py's flags; the comment behind a field is its --help text."""
 
-    prompt: str = ""  # text to go on from; ids separated by blanks where no tokenizer is known [the start of a document]
+    prompt: str = (
+        ""  # text to go on from; ids separated by blanks where no tokenizer is known [the start of a document]
+    )
     tokens: int = 200  # at most so many new ones; an end-of-text ends it before
     temperature: float = 0.8  # of the softmax; 0: always the likeliest token
     top_k: int = 50  # draw among so many likeliest tokens; 0: among all
     seed: int = 1  # of the draws; same seed, same text
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
-    dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = ""  # of weights and compute [bfloat16 on GPU; float32 on CPU]
+    dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
+        ""  # of weights and compute [bfloat16 on GPU; float32 on CPU]
+    )
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> GPT:
@@ -71,10 +75,17 @@ def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tens
     h = model.embed(torch.tensor([ids], device=cache.device))  # (1, T, C)
     for block, (keys, values) in zip(model.blocks, cache):
         x = block.attn_norm(h)
-        q, k, v = (F.linear(x, w.weight).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2) for w in (block.wq, block.wk, block.wv))
+        q, k, v = (
+            F.linear(x, w.weight).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2)
+            for w in (block.wq, block.wk, block.wv)
+        )
         keys[:, past:end], values[:, past:end] = rotate(k, cos, sin)[0], v[0]  # (KV, T, hd)
         y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), keys[None, :, :end], values[None, :, :end], attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1]
+            rotate(q, cos, sin),
+            keys[None, :, :end],
+            values[None, :, :end],
+            attn_mask=seen,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         h = h + F.linear(y.transpose(1, 2).reshape(1, T, -1), block.wo.weight)
         h = h + mlp(block.mlp_norm(h), block.w_gate.weight, block.w_up.weight, block.w_down.weight)
@@ -92,7 +103,9 @@ def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: i
         logits = forward_cached(model, new, cache, past).double().cpu()[allowed]
         past += len(new)
         if not logits.isfinite().all():
-            raise UserError(f"the logits after {len(ids)} tokens are not finite: broken weights, or --dtype float16 overflows")
+            raise UserError(
+                f"the logits after {len(ids)} tokens are not finite: broken weights, or --dtype float16 overflows"
+            )
         if cfg.temperature:
             top, places = logits.topk(min(cfg.top_k or len(logits), len(logits)))
             place = places[torch.multinomial(((top - top[0]) / cfg.temperature).softmax(0), 1, generator=draws)]
@@ -133,7 +146,9 @@ def main() -> None:
         except ValueError:
             prompt = []
         if not prompt or not all(0 <= i < V for i in prompt):
-            raise UserError(f"no tokenizer is known for {path}: --prompt takes ids from 0 to {V - 1}, such as --prompt '1 2 3'")
+            raise UserError(
+                f"no tokenizer is known for {path}: --prompt takes ids from 0 to {V - 1}, such as --prompt '1 2 3'"
+            )
         for token in generate(model, prompt, cfg, torch.arange(V), None):
             print(token, end=" ", flush=True)
         print()

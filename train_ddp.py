@@ -46,7 +46,9 @@ from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
 
 @dataclass
 class Config(launch.Config):
-    allreduce: Literal["torch", "ring", "central"] = "torch"  # the backend's, or one of ring_allreduce.py, without overlap
+    allreduce: Literal["torch", "ring", "central"] = (
+        "torch"  # the backend's, or one of ring_allreduce.py, without overlap
+    )
 
 
 # --- the idea ---------------------------------------------------------------------------------------------------------
@@ -87,10 +89,17 @@ class DataParallel:
     """
 
     def __init__(
-        self, model: GPT, run: Run, units: dict | None = None, group: dist.ProcessGroup | None = None, init: Callable = init_whole
+        self,
+        model: GPT,
+        run: Run,
+        units: dict | None = None,
+        group: dist.ProcessGroup | None = None,
+        init: Callable = init_whole,
     ):
         self.run, self.cfg, self.group = run, run.cfg, group or run.group
-        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
+        me = weakref.proxy(
+            self
+        )  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         self.buckets: dict[str, Bucket] = {}
         for unit, shapes in (units or unit_shapes(run.model_cfg)).items():
             bucket = self.buckets[unit] = Bucket(flat_unit(unit, shapes), run, init)
@@ -150,7 +159,9 @@ class DataParallel:
 
     def culprit(self) -> str:
         """Collective: which parameter's gradient is not finite, and which rank brought it."""
-        norms = ((name, norm) for b in self.buckets.values() for name, norm in zip(b.unit.shapes, b.local_norms, strict=True))
+        norms = (
+            (name, norm) for b in self.buckets.values() for name, norm in zip(b.unit.shapes, b.local_norms, strict=True)
+        )
         mine = next((name for name, norm in norms if not norm.isfinite()), None)
         found = [f"{name} on rank {rank}" for rank, name in enumerate(self.run.everyone(mine)) if name]
         return ", ".join(found) or "the sum over the ranks"
@@ -160,7 +171,9 @@ class DataParallel:
         for bucket in self.buckets.values():
             if factor != 1:
                 bucket.grad.mul_(factor)
-            adamw_step(bucket.master, bucket.grad, bucket.exp_avg, bucket.exp_avg_sq, bucket.unit.decay, update, lr, self.cfg)
+            adamw_step(
+                bucket.master, bucket.grad, bucket.exp_avg, bucket.exp_avg_sq, bucket.unit.decay, update, lr, self.cfg
+            )
             if bucket.weights is not bucket.master:
                 bucket.weights.copy_(bucket.master)
 
@@ -193,14 +206,18 @@ def bucket_bytes(run: Run, units: dict[str, dict[str, tuple[int, ...]]]) -> tupl
     }
     if run.cfg.allreduce != "torch" and run.dp > 1:
         largest = max(sizes.values())
-        memory["reduction buffers"] = extra_bytes(run.cfg.allreduce, largest, wire, run.dp, run.device.type, wire != master)
+        memory["reduction buffers"] = extra_bytes(
+            run.cfg.allreduce, largest, wire, run.dp, run.device.type, wire != master
+        )
     return memory, {unit: wire * size for unit, size in sizes.items()}
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
     memory, sent = bucket_bytes(run, unit_shapes(run.model_cfg))
-    memory["activations"] = activation_bytes(run.model_cfg, run.cfg.micro_batch, run.dtype.itemsize, run.cfg.recompute, run.cfg.compile)
+    memory["activations"] = activation_bytes(
+        run.model_cfg, run.cfg.micro_batch, run.dtype.itemsize, run.cfg.recompute, run.cfg.compile
+    )
     traffic = [("all_reduce", unit, size) for unit, size in reversed(sent.items()) if run.dp > 1]
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24)]
 
@@ -309,7 +326,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, model)
-            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            meter.log(
+                step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
+            )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, ddp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:

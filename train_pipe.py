@@ -81,7 +81,9 @@ class Config(train_ddp.Config):
     pp: int = 0  # pipeline stages; the remaining ranks are data parallel [all ranks]
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"  # order of forward and backward passes
     chunks: int = 2  # interleaved: parts of the model a stage holds; the bubble shrinks, sends grow by it
-    stages: str = ""  # blocks per stage (interleaved: per part), as in 5,5,4,4 or 16.5,15.5 [equal work, the head counted]
+    stages: str = (
+        ""  # blocks per stage (interleaved: per part), as in 5,5,4,4 or 16.5,15.5 [equal work, the head counted]
+    )
     copy_engine: bool | None = None  # send by copy engines instead of NCCL's kernels [if all GPUs are on one host]
     draw: bool = False  # draw the schedules as timelines, then exit
 
@@ -97,7 +99,13 @@ def schedule(name: str, stage: int, stages: int, micro_batches: int, chunks: int
     """
     n = micro_batches * chunks
     # forwards before the alternation begins; interleaved, the first micro-batches return from the last chunk so much later
-    warmup = n if name == "gpipe" else stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warmup = (
+        n
+        if name == "gpipe"
+        else stages - stage - 1
+        if chunks == 1
+        else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    )
     warmup = min(warmup, n)
 
     def number(k: int, backward: bool) -> int:
@@ -168,11 +176,17 @@ def draw(name: str, stages: int, micro_batches: int, chunks: int = 1) -> str:
 def draw_all(stages: int, micro_batches: int, chunks: int) -> None:
     """--draw. Raises UserError where there is nothing to draw."""
     if min(stages, micro_batches, chunks) < 1:
-        raise UserError(f"--draw of {stages} stages, {micro_batches} micro-batches, {chunks} chunks: allowed is 1 or more")
+        raise UserError(
+            f"--draw of {stages} stages, {micro_batches} micro-batches, {chunks} chunks: allowed is 1 or more"
+        )
     if int(os.environ.get("RANK", 0)) == 0:
         for name, parts in (("gpipe", 1), ("1f1b", 1), ("interleaved", chunks)):
             fits = parts == 1 or micro_batches % stages == 0
-            print(draw(name, stages, micro_batches, parts) if fits else f"interleaved: micro-batches must be a multiple of {stages}")
+            print(
+                draw(name, stages, micro_batches, parts)
+                if fits
+                else f"interleaved: micro-batches must be a multiple of {stages}"
+            )
 
 
 def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "") -> list[range]:
@@ -196,7 +210,9 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
     else:
         head = 6 * model_cfg.vocab_size * model_cfg.n_embd
         block, mlp = (flops_per_token(model_cfg) - head) / model_cfg.n_layer, 18 * model_cfg.n_embd * model_cfg.n_ff
-        cost = list(accumulate([0, *[1 - mlp / block, mlp / block] * model_cfg.n_layer]))  # of the first k halves, in blocks
+        cost = list(
+            accumulate([0, *[1 - mlp / block, mlp / block] * model_cfg.n_layer])
+        )  # of the first k halves, in blocks
         cost[n] += head / block
         # the best ends of s stages that hold the first e halves, for each e; a high power: the slowest counts, then evenness
         best = {e: (cost[e] ** 32, [e]) for e in range(chunks, n + 1)}
@@ -361,9 +377,14 @@ class Pipeline(DataParallel):
         pp, stage, chunks, parts = layout(run)
         self.parts = parts[stage]
         run.counts = stage == pp - 1  # it has the loss
-        super().__init__(model, run, stage_units(cfg, self.parts), launch.subgroup(run, lambda r: r % pp) if pp > 1 else None)
+        super().__init__(
+            model, run, stage_units(cfg, self.parts), launch.subgroup(run, lambda r: r % pp) if pp > 1 else None
+        )
         self.connect(stage, pp, chunks)
-        self.twin, self.is_copy = None, False  # the group of the two ranks that hold a tied embedding, and whether here is the second
+        self.twin, self.is_copy = (
+            None,
+            False,
+        )  # the group of the two ranks that hold a tied embedding, and whether here is the second
         if cfg.tie and pp > 1:
             ends = launch.subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
             self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
@@ -396,7 +417,11 @@ class Pipeline(DataParallel):
             if stage in ends:
                 sends = (stage == ends[0]) == (what == "activation")
                 other = 1 - dist.get_rank(group)
-                (dist.isend(token, group=group, group_dst=other) if sends else dist.irecv(token, group=group, group_src=other)).wait()
+                (
+                    dist.isend(token, group=group, group_dst=other)
+                    if sends
+                    else dist.irecv(token, group=group, group_src=other)
+                ).wait()
 
     def warm_up(self) -> None:
         """Run every part forward and backward before there are messages: compiling, and loading a kernel, may wait for the GPU,
@@ -406,7 +431,10 @@ class Pipeline(DataParallel):
         keys = dropout_keys(cfg.seed, 0, ids[:, 0]) if run.model_cfg.dropout else None
         self.last_micro = False
         for number in range(2 * len(self.parts)):
-            chunk, self.first_micro = number % len(self.parts), number < len(self.parts)  # gradients are copied, then added
+            chunk, self.first_micro = (
+                number % len(self.parts),
+                number < len(self.parts),
+            )  # gradients are copied, then added
             h = torch.zeros(cfg.micro_batch, cfg.seq_len, run.model_cfg.n_embd, dtype=run.dtype, device=run.device)
             with torch.no_grad():
                 self.forward(chunk, h, ids, ids, keys=None)  # as evaluation does
@@ -461,7 +489,9 @@ class Pipeline(DataParallel):
 
     def grad_norm(self) -> float:
         """Norm over all stages, every parameter once: of the first replica only, and a tied embedding on the first stage only."""
-        mine = [b for unit, b in self.buckets.items() if self.run.dp_rank == 0 and not (self.is_copy and unit == "embed")]
+        mine = [
+            b for unit, b in self.buckets.items() if self.run.dp_rank == 0 and not (self.is_copy and unit == "embed")
+        ]
         square = torch.zeros((), dtype=torch.float64, device=self.run.device)
         for bucket in mine:
             square += torch.linalg.vector_norm(bucket.grad).double().square()
@@ -486,7 +516,9 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     for op, number in order:
         part = parts[number // run.accum]
         first, last = part.start == 0, part.stop == 2 * model_cfg.n_layer
-        size = activations(len(part)) - activations(0) + (activations(0, "none") if last else boundary)  # logits, or the output
+        size = (
+            activations(len(part)) - activations(0) + (activations(0, "none") if last else boundary)
+        )  # logits, or the output
         kept.append(size if op == "F" else -size)
         came, goes, what = (first, last, "activation") if op == "F" else (last, first, "gradient")
         traffic += [("recv", what, boundary)] * (not came) + [("send", what, boundary)] * (not goes)
@@ -496,11 +528,14 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
         + activations(0)
         - activations(0, "none"),  # the block that is made again
         # slots for two messages each way, or one posted receive each
-        "receive buffers": boundary * (4 if run.copy_engine else len({what for op, what, _ in traffic if op == "recv"})),
+        "receive buffers": boundary
+        * (4 if run.copy_engine else len({what for op, what, _ in traffic if op == "recv"})),
     }
     traffic += [("all_reduce", unit, size) for unit, size in reversed(sent.items()) if run.dp > 1]
     if model_cfg.tie and pp > 1 and stage in (0, pp - 1):
-        traffic.append(("all_reduce", "tied embedding", run.master_dtype.itemsize * model_cfg.vocab_size * model_cfg.n_embd))
+        traffic.append(
+            ("all_reduce", "tied embedding", run.master_dtype.itemsize * model_cfg.vocab_size * model_cfg.n_embd)
+        )
     return memory, [*traffic, ("all_reduce", "loss, tokens, stop", 24), ("all_reduce", "squared norm", 8)]
 
 
@@ -520,13 +555,17 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
     compute = statistics.median(r["compute_ms"] for r in rows)
     idle = statistics.median(r["bubble_ms"] / r["step_ms"] for r in rows)
     everyone = run.everyone((compute, idle))
-    by_stage = [[statistics.mean(column) for column in zip(*everyone[s::pp])] for s in range(pp)]  # mean over the replicas
+    by_stage = [
+        [statistics.mean(column) for column in zip(*everyone[s::pp])] for s in range(pp)
+    ]  # mean over the replicas
     for s, (parts, (ms, share)) in enumerate(zip(stages, by_stage)):
         say(f"stage {s}: {blocks(parts)} blocks, compute {ms:.1f} ms a step, bubble {share:.1%}")
     slowest, mean = max(ms for ms, _ in by_stage), statistics.mean(ms for ms, _ in by_stage)
     say(
         f"stages: the slowest computes {slowest / mean:.3f} x the mean; bubble {statistics.mean(share for _, share in by_stage):.1%} "
-        f"measured, (p-1)/(m+p-1) = {(pp - 1) / (run.accum * chunks + pp - 1):.1%}" + f" (m: {run.accum} x {chunks} chunks)" * (chunks > 1)
+        f"measured, (p-1)/(m+p-1) = {(pp - 1) / (run.accum * chunks + pp - 1):.1%}"
+        + f" (m: {run.accum} x {chunks} chunks)"
+        * (chunks > 1)
     )
 
 
@@ -537,7 +576,9 @@ def check(run: Run) -> None:
     """Raises UserError, before anything is built, for a cut or a link that cannot be had."""
     layout(run)
     if run.cfg.check_collectives and run.dp < run.world_size:
-        raise UserError("--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1")
+        raise UserError(
+            "--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1"
+        )
     choose_copy_engine(run, run.dp < run.world_size)
 
 
@@ -568,7 +609,9 @@ def evaluate(run: Run, model: GPT) -> float:
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
     if cfg.draw:
-        draw_all(cfg.pp or 4, cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8, cfg.chunks)
+        draw_all(
+            cfg.pp or 4, cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8, cfg.chunks
+        )
         return []
     run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
     cfg = run.cfg
@@ -631,7 +674,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     h = None if pipe.is_first(chunk) else pipe.from_previous.recv().requires_grad_()
                     with at("forward"):
                         out = pipe.forward(chunk, h, x, y, keys)
-                    if pipe.is_last(chunk):  # out is the loss, a sum: what it must be divided by is known once all have counted
+                    if pipe.is_last(
+                        chunk
+                    ):  # out is the loss, a sum: what it must be divided by is known once all have counted
                         facts[:2] += torch.stack([out.detach().double(), (y != IGNORE).sum().double()])
                     else:
                         pipe.to_next.isend(out.detach())
@@ -669,7 +714,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, pipe)
-            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            meter.log(
+                step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
+            )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:

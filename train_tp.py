@@ -54,7 +54,17 @@ from data import Batches, val_batches
 from flags import UserError
 from launch import Run, all_gather_single, reduce_scatter_single
 from meter import Meter, at, say
-from model import GPT, IGNORE, activation_bytes, dropout, dropout_keys, flops_per_token, init_range, param_shapes, unit_shapes
+from model import (
+    GPT,
+    IGNORE,
+    activation_bytes,
+    dropout,
+    dropout_keys,
+    flops_per_token,
+    init_range,
+    param_shapes,
+    unit_shapes,
+)
 from optim import LossScaler, gradient_factor, lr_at
 from train_ddp import Bucket, DataParallel, bucket_bytes
 
@@ -198,7 +208,9 @@ def add_norm(x: Tensor | None, z: Tensor, weight: Tensor, eps: float, *drop) -> 
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_norm_backward(dx: Tensor, dn: Tensor, x: Tensor, weight: Tensor, eps: float, *drop) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm_backward(
+    dx: Tensor, dn: Tensor, x: Tensor, weight: Tensor, eps: float, *drop
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of z, x and weight from those of add_norm's two results; x is its first result, all that must be kept.
 
     Written out so that it can run on a stream of our choice; dropout is linear, so its derivative is itself.
@@ -450,9 +462,14 @@ def slices(model: TensorParallelGPT) -> dict[str, Slice]:
 
 def slice_shapes(parts: dict[str, Slice], cfg: gpt.ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """What is held by bucket: model.unit_shapes, but the norms, whose gradients are summed over all ranks, in one of their own."""
-    units = {unit: {n: parts[n].shape for n in names if parts[n].cut is not None} for unit, names in unit_shapes(cfg).items()}
+    units = {
+        unit: {n: parts[n].shape for n in names if parts[n].cut is not None} for unit, names in unit_shapes(cfg).items()
+    }
     norms = {name: part.shape for name, part in parts.items() if part.cut is None}
-    ordered = {"embed": units.pop("embed"), "norms": norms} | units  # backward completes them in the reverse of this order
+    ordered = {
+        "embed": units.pop("embed"),
+        "norms": norms,
+    } | units  # backward completes them in the reverse of this order
     return {unit: shapes for unit, shapes in ordered.items() if shapes}
 
 
@@ -495,12 +512,21 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     tokens = cfg.micro_batch * m.seq_len
     memory |= {
         "activations": activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile) // tp,
-        "gathered inputs": (2 * m.n_layer + 1) * tokens * m.n_embd * compute * (tp - 1) // tp,  # kept, not gathered again
+        "gathered inputs": (2 * m.n_layer + 1)
+        * tokens
+        * m.n_embd
+        * compute
+        * (tp - 1)
+        // tp,  # kept, not gathered again
     }
 
-    halves = [-(-cfg.micro_batch // 2), cfg.micro_batch // 2] if cfg.overlap and cfg.micro_batch > 1 else [cfg.micro_batch]
+    halves = (
+        [-(-cfg.micro_batch // 2), cfg.micro_batch // 2] if cfg.overlap and cfg.micro_batch > 1 else [cfg.micro_batch]
+    )
     names, last = regions(m), 2 * m.n_layer
-    reduces = {u: [("all_reduce", u, s)] if (run.world_size if u == "norms" else dp) > 1 else [] for u, s in sent.items()}
+    reduces = {
+        u: [("all_reduce", u, s)] if (run.world_size if u == "norms" else dp) > 1 else [] for u, s in sent.items()
+    }
     traffic: list[tuple[str, str, int]] = []
     for micro in range(run.accum):
         sending = cfg.overlap and micro == run.accum - 1
@@ -628,7 +654,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, model)
-            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            meter.log(
+                step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
+            )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, tp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:

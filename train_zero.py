@@ -67,9 +67,13 @@ from peer_memory import PeerMemory, Transfer, choose_copy_engine
 
 @dataclass
 class Config(launch.Config):
-    stage: Literal[0, 1, 2, 3] = 2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, for comparison
+    stage: Literal[0, 1, 2, 3] = (
+        2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, for comparison
+    )
     offload: Literal["none", "optimizer"] = "none"  # optimizer: masters and moments in host memory, updated by the CPU
-    copy_engine: bool | None = None  # stage 2, 3: move data by copy engines instead of NCCL's kernels [if all GPUs are on one host]
+    copy_engine: bool | None = (
+        None  # stage 2, 3: move data by copy engines instead of NCCL's kernels [if all GPUs are on one host]
+    )
     deepspeed: str = ""  # a DeepSpeed configuration file to take these settings from
 
 
@@ -93,7 +97,9 @@ class Unit:
         self.master = torch.zeros(size, dtype=run.master_dtype, device=run.device)
         for name in flat.shapes:  # only this rank's elements are ever made
             a, b = flat.overlap(name, self.first, size)
-            init_range(self.master[a - self.first : b - self.first], name, a - flat.start[name], run.model_cfg, run.cfg.seed)
+            init_range(
+                self.master[a - self.first : b - self.first], name, a - flat.start[name], run.model_cfg, run.cfg.seed
+            )
         if stage == 3:
             self.weights, self.shard = buffer[: flat.padded], shard
         else:
@@ -104,7 +110,9 @@ class Unit:
         self.home_grad = self.grad_shard  # where AdamW reads it
         self.arrived = 0  # parameters whose gradient of this micro-batch is in
         self.gathering: dist.Work | Transfer | None = None
-        self.due: tuple[int, float, float] | None = None  # an update not made yet: its number, learning rate, gradient factor
+        self.due: tuple[int, float, float] | None = (
+            None  # an update not made yet: its number, learning rate, gradient factor
+        )
         self.copied: torch.cuda.Event | None = None
 
     def to_host(self, take: Callable[[Tensor], Tensor]) -> None:
@@ -136,10 +144,14 @@ class Zero:
             sizes = [flat.padded // run.world_size for flat in flats]
             self.shards, flat_shards = shared(sum(sizes), run.dtype)
             shards = flat_shards.split(sizes)
-            buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(flats, run.model_cfg.tie)]
+            buffers = [
+                torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(flats, run.model_cfg.tie)
+            ]
         self.units: list[Unit] = []
         self.moments: list[tuple[Tensor, Tensor]] = []
-        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
+        me = weakref.proxy(
+            self
+        )  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
         take = self.open_host() if self.cfg.offload == "optimizer" else None
         for i, flat in enumerate(flats):
             unit = Unit(flat, i, self.stage, buffers[buffer_of(i, run.model_cfg.tie)], shards[i], run)
@@ -301,7 +313,12 @@ class Zero:
 
     def culprit(self) -> str:
         """Collective: which parameter's gradient is not finite; from the second such step on, which rank brought it too."""
-        shards = ((p, t) for u in self.units for p, piece in u.flat.pieces("", u.grad_shard, u.first).items() for _, t in piece.boxes)
+        shards = (
+            (p, t)
+            for u in self.units
+            for p, piece in u.flat.pieces("", u.grad_shard, u.first).items()
+            for _, t in piece.boxes
+        )
         mine = next((name for name, t in shards if not t.isfinite().all()), None)
         everyone = self.run.everyone((mine, self.suspects[:1]))
         self.watch, self.suspects = True, []
@@ -402,7 +419,9 @@ class Zero:
             return arena[end - len(like) : end]
 
         if self.cuda:
-            if torch.get_num_threads() > 4:  # an update waits for its slowest thread: leave cores to those that load data and drive the GPU
+            if (
+                torch.get_num_threads() > 4
+            ):  # an update waits for its slowest thread: leave cores to those that load data and drive the GPU
                 torch.set_num_threads(torch.get_num_threads() - 2)
             longest = self.longest // (run.world_size if self.stage else 1)
             self.staging = [torch.empty(longest, dtype=run.dtype, pin_memory=True) for _ in range(2)]
@@ -508,7 +527,12 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
 
 def host_bytes(run: Run) -> int:
     """Of a rank's masters, two moments and gradients, when they are in host memory."""
-    return 4 * run.master_dtype.itemsize * sum(u.padded for u in flat_units(run)) // (run.world_size if run.cfg.stage else 1)
+    return (
+        4
+        * run.master_dtype.itemsize
+        * sum(u.padded for u in flat_units(run))
+        // (run.world_size if run.cfg.stage else 1)
+    )
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
@@ -516,7 +540,11 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     cfg, n, master, compute = run.cfg, run.world_size, run.master_dtype.itemsize, run.dtype.itemsize
     wire = wire_dtype(run).itemsize
     units = flat_units(run)
-    P, longest, home = sum(u.padded for u in units), max(u.padded for u in units), 0 if cfg.offload == "optimizer" else 1
+    P, longest, home = (
+        sum(u.padded for u in units),
+        max(u.padded for u in units),
+        0 if cfg.offload == "optimizer" else 1,
+    )
     shard = P // n if cfg.stage else P
     memory = {
         "master weights": home * master * shard,
@@ -550,7 +578,11 @@ def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     if not cfg.deepspeed:
         return cfg
     world_size = dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name in cfg.given or getattr(cfg, f.name) != f.default}
+    given = {
+        f.name: getattr(cfg, f.name)
+        for f in dataclasses.fields(cfg)
+        if f.name in cfg.given or getattr(cfg, f.name) != f.default
+    }
     values, lines = read_deepspeed(cfg.deepspeed, world_size, given)
     if int(os.environ.get("RANK", 0)) == 0:
         print("\n".join(lines), flush=True)
@@ -585,18 +617,24 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(from_deepspeed(cfg, group), __file__, group, check=lambda run: choose_copy_engine(run, run.cfg.stage >= 2))
+    run = launch.start(
+        from_deepspeed(cfg, group), __file__, group, check=lambda run: choose_copy_engine(run, run.cfg.stage >= 2)
+    )
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(wire_dtype(run))[6:]}, summed in {str(run.master_dtype)[6:]}")
     if cfg.offload == "optimizer":
         host, here = host_bytes(run) / 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        say(f"host memory: {host:.3f} GB a rank for masters, moments and gradients, {here * host:.3f} GB for this host's ranks")
+        say(
+            f"host memory: {host:.3f} GB a rank for masters, moments and gradients, {here * host:.3f} GB for this host's ranks"
+        )
     if cfg.offload == "optimizer" and run.device.type == "cuda":
         without = dataclasses.replace(run, cfg=dataclasses.replace(cfg, offload="none"))
         needed, card = sum(predict(without)[0].values()), torch.cuda.get_device_properties(run.device).total_memory
         if needed < 0.95 * card:
-            say(f"without --offload a rank would need {needed / 1e9:.1f} of the card's {card / 1e9:.1f} GB: it fits, and is faster")
+            say(
+                f"without --offload a rank would need {needed / 1e9:.1f} of the card's {card / 1e9:.1f} GB: it fits, and is faster"
+            )
     if cfg.explain:
         launch.explain(run, memory, traffic)
         return []
@@ -641,7 +679,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
                     loss = zero(x, y, keys)  # a sum: what it must be divided by is known once all ranks have counted
                 with at("backward"):
-                    (loss * (scale / nominal)).backward()  # gradients leave from in here: every time (stage 2, 3) or the last time
+                    (
+                        loss * (scale / nominal)
+                    ).backward()  # gradients leave from in here: every time (stage 2, 3) or the last time
                 facts[:2] += torch.stack([loss.detach().double(), (y != IGNORE).sum().double()])
             zero.finish()
 
@@ -668,7 +708,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, zero)
-            meter.log(step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more)
+            meter.log(
+                step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
+            )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
                 saver.save(done, zero.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
             if stop:

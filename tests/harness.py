@@ -25,7 +25,9 @@ import prepare
 
 # ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "torch.optim.adamw", "tiktoken", "numpy"])
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch._dynamo", "torch.optim.adamw", "tiktoken", "numpy"]
+)
 
 
 def _rank_main(rank: int, world_size: int, fn, args: tuple, folder: str, timeout: float) -> None:
@@ -38,7 +40,9 @@ def _rank_main(rank: int, world_size: int, fn, args: tuple, folder: str, timeout
     )
     store = dist.FileStore(f"{folder}/store", world_size)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
         result = fn(rank, *args)
     except BaseException:
         Path(folder, f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
@@ -53,7 +57,10 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
     The first rank that failed is reported with its traceback; ranks still running after `timeout` seconds are a hang.
     """
     with tempfile.TemporaryDirectory() as folder:
-        procs = [CONTEXT.Process(target=_rank_main, args=(r, world_size, fn, args, folder, timeout)) for r in range(world_size)]
+        procs = [
+            CONTEXT.Process(target=_rank_main, args=(r, world_size, fn, args, folder, timeout))
+            for r in range(world_size)
+        ]
         for proc in procs:
             proc.start()
         end = time.time() + timeout
@@ -71,7 +78,9 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
         if errors:
             raise AssertionError(f"{errors[0].name} (first of {len(errors)}):\n{errors[0].read_text()}")
         if hung or failed:
-            raise AssertionError(f"ranks {hung} still running after {timeout} s" if hung else f"ranks {failed} died without a traceback")
+            raise AssertionError(
+                f"ranks {hung} still running after {timeout} s" if hung else f"ranks {failed} died without a traceback"
+            )
         return [pickle.loads(Path(folder, f"result-{r}").read_bytes()) for r in range(world_size)]
 
 
@@ -84,7 +93,9 @@ def toy_files(folder: Path, **model) -> None:
     """toy.json (a model), plain/ and masked/ (corpora of 61 ids; in masked, 3 to 32 targets of a window count, in one window none)."""
     (folder / "toy.json").write_text(json.dumps(TOY | model))
     draw = np.random.default_rng(0)
-    ids = (np.cumsum(draw.integers(0, 7, 40 * 32 + 1)) % 61).tolist()  # next id depends on this one: there is something to learn
+    ids = (
+        np.cumsum(draw.integers(0, 7, 40 * 32 + 1)) % 61
+    ).tolist()  # next id depends on this one: there is something to learn
     mask = np.ones(len(ids), int)
     for w in range(40):
         mask[w * 32 + 1 : w * 32 + 33][draw.permutation(32)[: draw.integers(0, 30) if w else 32]] = 0
@@ -125,12 +136,21 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def assert_follows(rows: list[dict], reference: list[dict], weights: dict, reference_weights: dict, tolerance: float) -> None:
+def assert_follows(
+    rows: list[dict], reference: list[dict], weights: dict, reference_weights: dict, tolerance: float
+) -> None:
     """Losses, gradient norms and every tensor of the final state agree."""
     assert [r["step"] for r in rows] == [r["step"] for r in reference]
     for ours, theirs in zip(rows, reference):
         for key in ("loss", "grad_norm"):
-            assert abs(ours[key] - theirs[key]) <= tolerance * max(1, abs(theirs[key])), (key, ours["step"], ours[key], theirs[key])
+            assert abs(ours[key] - theirs[key]) <= tolerance * max(1, abs(theirs[key])), (
+                key,
+                ours["step"],
+                ours[key],
+                theirs[key],
+            )
     assert weights.keys() == reference_weights.keys()
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, reference_weights[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor, reference_weights[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -46,7 +46,11 @@ def rows_file(out):
 def cells(text: str) -> list[tuple[str, str]]:
     """(outcome, cell) in order."""
     lines = [line.split() for line in text.splitlines()]
-    return [(w[0], f"{w[1]} {w[3]}".rstrip(":")) for w in lines if w and w[0] in ("measured", "kept", "FAILED") and w[2] == "on"]
+    return [
+        (w[0], f"{w[1]} {w[3]}".rstrip(":"))
+        for w in lines
+        if w and w[0] in ("measured", "kept", "FAILED") and w[2] == "on"
+    ]
 
 
 def test_failing_cell_does_not_stop_the_others(first):
@@ -69,12 +73,16 @@ def test_rows_are_those_of_the_logs(first):
         steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         ms = sorted(s["step_ms"] for s in steps[3:])
         assert (row["step_ms_min"], row["step_ms"], row["step_ms_max"]) == (ms[0], ms[2], ms[4])
-        assert row["tok_s"] == pytest.approx(8 * 32 / ms[2] * 1e3) and row["tok_s_gpu"] == pytest.approx(row["tok_s"] / row["gpus"])
+        assert row["tok_s"] == pytest.approx(8 * 32 / ms[2] * 1e3) and row["tok_s_gpu"] == pytest.approx(
+            row["tok_s"] / row["gpus"]
+        )
         assert row["final_loss"] == steps[-1]["loss"]
         assert row["micro_batch"] == {"single": 4, "ddp": 2}[row["strategy"]]  # MICRO="ddp=2 4 zero2=1"
         assert row["micro_batch"] * row["accum"] * row["gpus"] == row["global_batch"] == 8
         assert 0 < row["exposed_comm"] + row["data_wait"] < 1
-        assert row["command"].startswith("python train_ddp.py" if row["gpus"] == 1 else "torchrun --nproc_per_node=2 train_ddp.py")
+        assert row["command"].startswith(
+            "python train_ddp.py" if row["gpus"] == 1 else "torchrun --nproc_per_node=2 train_ddp.py"
+        )
     assert (folder / "out" / "scaling.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -91,7 +99,9 @@ def test_second_call_measures_nothing_again(first):
 def test_signal_ends_the_cell_and_prints_the_table(first):
     folder, _, _ = first
     shutil.copytree(folder / "out", folder / "stopped")
-    process = start(folder, "stopped", GPUS="2 1", STRATEGIES="ddp zero2", MICRO="1")  # another command: nothing is kept
+    process = start(
+        folder, "stopped", GPUS="2 1", STRATEGIES="ddp zero2", MICRO="1"
+    )  # another command: nothing is kept
     log = folder / "stopped" / "toy-single-1.txt"
     log.unlink()
     while not log.exists():
@@ -121,7 +131,11 @@ def test_time_limit_is_reported(first):
 
 @pytest.mark.parametrize(
     "settings, message",
-    [(dict(STRATEGIES="zero4"), "STRATEGIES has zero4"), (dict(GPUS="two"), "GPUS has two"), (dict(MICRO="4 pip=2"), "MICRO has pip=2")],
+    [
+        (dict(STRATEGIES="zero4"), "STRATEGIES has zero4"),
+        (dict(GPUS="two"), "GPUS has two"),
+        (dict(MICRO="4 pip=2"), "MICRO has pip=2"),
+    ],
 )
 def test_wrong_settings(first, settings, message):
     code, text = finish(start(first[0], "wrong", **settings))

@@ -25,7 +25,17 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
-from checkpoint import Checkpointer, boxes_of_range, describe, flat_piece, read_meta, slice_piece, steps, verify, whole_piece
+from checkpoint import (
+    Checkpointer,
+    boxes_of_range,
+    describe,
+    flat_piece,
+    read_meta,
+    slice_piece,
+    steps,
+    verify,
+    whole_piece,
+)
 from flags import UserError
 
 
@@ -83,7 +93,8 @@ def held_equal(pieces: dict, reference: dict) -> bool:
     """Every box of the pieces holds the reference's bits at its place."""
     parts = [(name, offsets, t) for name, piece in pieces.items() for offsets, t in piece.boxes]
     return bool(parts) and all(
-        same_bits(t, reference[name][tuple(slice(o, o + s) for o, s in zip(offsets, t.shape, strict=True))]) for name, offsets, t in parts
+        same_bits(t, reference[name][tuple(slice(o, o + s) for o, s in zip(offsets, t.shape, strict=True))])
+        for name, offsets, t in parts
     )
 
 
@@ -108,7 +119,9 @@ def test_boxes_of_every_range_of_small_shapes(shape):
     numbers = torch.arange(n).reshape(shape)
     for start, stop in ((a, b) for a, b in product(range(n + 1), repeat=2) if a <= b):
         boxes = boxes_of_range(shape, start, stop)
-        got = [numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] for offsets, sizes, _ in boxes]
+        got = [
+            numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] for offsets, sizes, _ in boxes
+        ]
         flat = torch.cat([g.reshape(-1) for g in got]) if got else torch.arange(0)
         assert flat.equal(torch.arange(start, stop))  # each element once, in order
         assert all(int(g.reshape(-1)[0]) == flat_start for g, (_, _, flat_start) in zip(got, boxes, strict=True))
@@ -333,7 +346,9 @@ def test_rotation_disk_full_slow_rank_and_background_saves(tmp_path):
 def _saving_rank(rank: int, folder: str, store: str, expected: str | None) -> None:
     """Resumes, checks what it resumed from, then saves every step until it is killed."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     saver = Checkpointer(folder, keep_last=2)
     path = saver.latest()
     step = 0
@@ -358,7 +373,10 @@ def _kill_loop(folder: Path, rounds: int) -> list[int]:
     for i in range(rounds):
         store = str(folder.parent / f"store{i}")
         before = steps(folder)
-        ranks = [context.Process(target=_saving_rank, args=(r, str(folder), store, str(before[-1]) if before else None)) for r in range(2)]
+        ranks = [
+            context.Process(target=_saving_rank, args=(r, str(folder), store, str(before[-1]) if before else None))
+            for r in range(2)
+        ]
         for p in ranks:
             p.start()
         end = time.time() + 40
@@ -445,7 +463,10 @@ def _resume_from_damaged(rank: int, root: str) -> dict:
     facts = {}
     for name in DAMAGE:
         saver = Checkpointer(f"{root}/{name}")
-        facts[name] = (saver.latest(), refused(saver.load, f"{root}/{name}/step_00000002", flat_layout(zeros(full()), rank, 2)))
+        facts[name] = (
+            saver.latest(),
+            refused(saver.load, f"{root}/{name}/step_00000002", flat_layout(zeros(full()), rank, 2)),
+        )
         if name == "flip 0":  # a damaged one does not count among the two that rotation keeps
             saver.save(3, flat_layout(full(3), rank, 2), {})
             saver.wait()

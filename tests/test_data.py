@@ -93,7 +93,13 @@ def file_of(tmp_path: Path, ids, name: str = "train.bin", dtype: str = "uint16")
 
 
 def llmc(
-    tmp_path: Path, ids, n: int | None = None, magic: int = 20240520, version: int = 1, name: str = "x_train_0.bin", dtype="uint16"
+    tmp_path: Path,
+    ids,
+    n: int | None = None,
+    magic: int = 20240520,
+    version: int = 1,
+    name: str = "x_train_0.bin",
+    dtype="uint16",
 ) -> str:
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(ids) if n is None else n
@@ -118,7 +124,9 @@ def test_ids_over_65535_round_trip_and_are_refused_when_too_large(tmp_path):
     text = "abc, Zz\n"  # a tokenizer with ids above 65,535
     ids, meta = made(tmp_path, write(tmp_path / "t", a__txt=text) / "a.txt", "out3", tokenizer="pairs_gpt2")
     encoding = tiktoken.get_encoding("pairs_gpt2")
-    assert ids == encoding.encode_ordinary(text) + [encoding.eot_token] and meta["dtype"] == "uint32" and max(ids) > 65535
+    assert (
+        ids == encoding.encode_ordinary(text) + [encoding.eot_token] and meta["dtype"] == "uint32" and max(ids) > 65535
+    )
     with refuses("a.txt: text, but --vocab-size 1000 is less than pairs_gpt2's 65794 ids"):
         made(tmp_path, tmp_path / "t", "out4", tokenizer="pairs_gpt2", vocab_size=1000)
 
@@ -174,7 +182,8 @@ def test_llmc_header(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "size, match", [(0, "0 tokens"), (1, "1 bytes is not a whole number of uint16"), (67, "67 bytes is not"), (64, "32 tokens")]
+    "size, match",
+    [(0, "0 tokens"), (1, "1 bytes is not a whole number of uint16"), (67, "67 bytes is not"), (64, "32 tokens")],
 )
 def test_empty_odd_and_short_files(tmp_path, size, match):
     (tmp_path / "train.bin").write_bytes((np.arange(40, dtype=np.uint16) + 20).tobytes()[:size])
@@ -195,7 +204,10 @@ def test_nanogpt_folder(tmp_path):
     assert not data.has_val(str(tmp_path))
     file_of(tmp_path, [3, 2, 1], "val.bin")
     assert data.has_val(str(tmp_path)) and data.has_val(str(tmp_path / "train.bin"))
-    assert data.open_tokens(str(tmp_path), "val").n_tokens == 3 and data.open_tokens(str(tmp_path / "train.bin"), "val").n_tokens == 3
+    assert (
+        data.open_tokens(str(tmp_path), "val").n_tokens == 3
+        and data.open_tokens(str(tmp_path / "train.bin"), "val").n_tokens == 3
+    )
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65, "itos": {0: "a"}}))
     assert data.open_tokens(str(tmp_path)).vocab_size == 65
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Path("x")}))
@@ -260,7 +272,13 @@ def test_parquet_and_gzip_hold_the_same_documents(tmp_path):
     (tmp_path / "b.parquet").write_bytes(content)
     with refuses("b.parquet: damaged file: "):
         made(tmp_path, tmp_path / "b.parquet", "h", text_field="body")
-    ids, meta = made(tmp_path, [tmp_path / "b.parquet", write(tmp_path, c__txt="c") / "c.txt"], "h", text_field="body", on_error="skip")
+    ids, meta = made(
+        tmp_path,
+        [tmp_path / "b.parquet", write(tmp_path, c__txt="c") / "c.txt"],
+        "h",
+        text_field="body",
+        on_error="skip",
+    )
     assert ids[-2:] == [ord("c"), EOT] and meta["skipped"] == 1
 
 
@@ -268,7 +286,9 @@ def test_nothing_is_read_twice_or_left_out_in_silence(tmp_path):
     source = write(tmp_path / "in", a__txt="a")
     write(tmp_path / "in" / "sub", b__txt="b")
     (source / "round").symlink_to(source)
-    killed = write(tmp_path / f"out.tmp-{socket.gethostname()}-999999999", train__bin="of a preparation that was killed")
+    killed = write(
+        tmp_path / f"out.tmp-{socket.gethostname()}-999999999", train__bin="of a preparation that was killed"
+    )
     ids, meta = made(tmp_path, [source, source / "a.txt"])
     assert ids == [ord("a"), EOT, ord("b"), EOT] and meta["left_out"] == {"link to a folder": 1} and not killed.exists()
     for _ in range(2):  # the second finds it up to date: what was made is not read
@@ -285,7 +305,9 @@ def test_a_file_of_a_prepared_folder_is_not_the_folder(tmp_path):
 
 def test_what_is_left_of_a_damaged_file_is_kept_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "PIECE", 500)
-    noise = np.random.default_rng(0).integers(97, 123, 100_000).astype(np.uint8).tobytes()  # hard to compress: the cut loses little
+    noise = (
+        np.random.default_rng(0).integers(97, 123, 100_000).astype(np.uint8).tobytes()
+    )  # hard to compress: the cut loses little
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(noise)[:-10_000])
     ids, meta = made(tmp_path, [tmp_path / "a.txt.gz", write(tmp_path, b__txt="next") / "b.txt"], on_error="skip")
     end = ids.index(EOT)
@@ -317,13 +339,19 @@ BAD_ROWS = [
 @pytest.mark.parametrize("row, match", BAD_ROWS)
 def test_bad_line_stops_before_anything_is_published_or_is_skipped(tmp_path, row, match):
     folder = write(
-        tmp_path / "in", a__jsonl=b"\xef\xbb\xbf" + lines({"text": "a"}, row, b"", {"text": "b"})[:-1].replace(b"\n", b"\r\n", 1)
+        tmp_path / "in",
+        a__jsonl=b"\xef\xbb\xbf" + lines({"text": "a"}, row, b"", {"text": "b"})[:-1].replace(b"\n", b"\r\n", 1),
     )
     with refuses(f"a.jsonl:2: .*{match}") as error:
         made(tmp_path, folder)
     assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["in"]
     ids, meta = made(tmp_path, folder, on_error="skip")
-    assert ids == [97, EOT, 98, EOT] and meta["skipped"] == 1 and "a.jsonl:2" in meta["skipped_first"][0] and meta["empty"] == 1
+    assert (
+        ids == [97, EOT, 98, EOT]
+        and meta["skipped"] == 1
+        and "a.jsonl:2" in meta["skipped_first"][0]
+        and meta["empty"] == 1
+    )
 
 
 def test_invalid_utf8_has_its_offset_and_a_cut_character_is_none(tmp_path, monkeypatch):
@@ -349,10 +377,14 @@ def test_invalid_utf8_has_its_offset_and_a_cut_character_is_none(tmp_path, monke
 def test_special_tokens_in_the_text_are_text(tmp_path):
     text = "a <|endoftext|> b <|fim_prefix|>"
     encoding = tiktoken.get_encoding("pairs_gpt2")
-    ids, _ = made(tmp_path, write(tmp_path, a__jsonl=lines({"text": text}, {"text": text})) / "a.jsonl", tokenizer="pairs_gpt2")
+    ids, _ = made(
+        tmp_path, write(tmp_path, a__jsonl=lines({"text": text}, {"text": text})) / "a.jsonl", tokenizer="pairs_gpt2"
+    )
     assert ids.count(encoding.eot_token) == 2 and max(ids) == encoding.eot_token
     assert encoding.decode(ids[: ids.index(encoding.eot_token)]) == text
-    assert prepare.encode_text(prepare.load_tokenizer("bytes"), text).tolist() == prepare.load_tokenizer("bytes").encode_ordinary(text)
+    assert prepare.encode_text(prepare.load_tokenizer("bytes"), text).tolist() == prepare.load_tokenizer(
+        "bytes"
+    ).encode_ordinary(text)
 
 
 PROSE = (
@@ -372,7 +404,9 @@ def test_a_border_never_changes_tokens(name):
             cut = prepare.border(text, limit)
             if cut < limit or prepare.BORDER.match(text, limit - 1):
                 cuts += 1
-                assert encoding.encode_ordinary(text[:cut]) + encoding.encode_ordinary(text[cut:]) == whole, repr(text[cut - 9 : cut + 9])
+                assert encoding.encode_ordinary(text[:cut]) + encoding.encode_ordinary(text[cut:]) == whole, repr(
+                    text[cut - 9 : cut + 9]
+                )
     assert cuts > 500
 
 
@@ -391,7 +425,9 @@ def test_repetitive_documents_finish(tmp_path):
     ids, meta = made(tmp_path, folder, tokenizer="pairs_cl100k")
     encoding = tiktoken.get_encoding("pairs_cl100k")
     ends = [i for i, t in enumerate(ids) if t == encoding.eot_token]
-    assert [encoding.decode(ids[a + 1 : b]) == t for a, b, t in zip([-1, *ends], ends, texts, strict=False)] == [True] * 4
+    assert [encoding.decode(ids[a + 1 : b]) == t for a, b, t in zip([-1, *ends], ends, texts, strict=False)] == [
+        True
+    ] * 4
     assert time.time() - start < 30
 
 
@@ -428,7 +464,10 @@ def test_stale_corpus_is_refused_with_what_differs(tmp_path, capsys):
     made(tmp_path, source)
     assert "up to date" in capsys.readouterr().err
     before = (tmp_path / "out" / "train.bin").read_bytes()
-    for options, match in (({"tokenizer": "pairs_gpt2"}, "tokenizer was None, now pairs_gpt2"), ({"val": 0.5}, "val was 0.0, now 0.5")):
+    for options, match in (
+        ({"tokenizer": "pairs_gpt2"}, "tokenizer was None, now pairs_gpt2"),
+        ({"val": 0.5}, "val was 0.0, now 0.5"),
+    ):
         with refuses(match):
             made(tmp_path, source, **options)
     (source / "a.txt").write_text("abd")
@@ -456,7 +495,9 @@ def test_the_default_corpus_is_made_once_for_each_state_of_the_library(tmp_path,
     assert os.stat(f"{path}/train.bin").st_mtime_ns == made and not capsys.readouterr().err
     copy = str(tmp_path / "two" / "stdlib")
     call = [sys.executable, "-c", f"import prepare; prepare.ensure_corpus({copy!r})"]
-    both = [subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]  # two jobs that start together
+    both = [
+        subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]  # two jobs that start together
     assert [(job.communicate(timeout=60)[1], job.returncode)[1] for job in both] == [0, 0]
     assert data.open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
     name = prepare.stdlib_corpus()
@@ -491,7 +532,10 @@ def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_BYTES", 20)  # ten tokens a shard
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(0, 500, 95), rng.integers(0, 2, 95)
-    rows = [{"ids": ids[:40].tolist()}, *({"ids": ids[a : a + 5].tolist(), "mask": mask[a : a + 5].tolist()} for a in range(40, 95, 5))]
+    rows = [
+        {"ids": ids[:40].tolist()},
+        *({"ids": ids[a : a + 5].tolist(), "mask": mask[a : a + 5].tolist()} for a in range(40, 95, 5)),
+    ]
     got, meta = made(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl", vocab_size=500)
     assert got == ids.tolist() and len(meta["splits"]["train"]["shards"]) == 10
     tokens, mask[:40] = data.open_tokens(str(tmp_path / "out")), 1
@@ -517,7 +561,14 @@ def test_val_split_is_by_document(tmp_path):
 
 def test_a_killed_preparation_publishes_nothing(tmp_path):
     write(tmp_path, a__txt=b"some words " * 20_000_000)
-    command = [sys.executable, str(ROOT / "data.py"), "prepare", "--out", str(tmp_path / "out"), str(tmp_path / "a.txt")]
+    command = [
+        sys.executable,
+        str(ROOT / "data.py"),
+        "prepare",
+        "--out",
+        str(tmp_path / "out"),
+        str(tmp_path / "a.txt"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob("out.tmp-*/train-00000.bin")):
         assert process.poll() is None
@@ -533,10 +584,14 @@ def corpus(tmp_path: Path, n_tokens: int = 1001) -> data.Tokens:
     return data.open_tokens(file_of(tmp_path, np.random.default_rng(0).integers(0, 250, n_tokens)))
 
 
-def stream(tokens, rank=0, world_size=1, start_step=0, steps=6, workers=0, micro_batch=2, global_batch=12, seed=5, T=10) -> list:
+def stream(
+    tokens, rank=0, world_size=1, start_step=0, steps=6, workers=0, micro_batch=2, global_batch=12, seed=5, T=10
+) -> list:
     """[(x, y, sample) as lists] of all micro-batches."""
     layout = dict(seq_len=T, global_batch=global_batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
-    batches = data.Batches(tokens, **layout, seed=seed, start_step=start_step, steps=steps, workers=workers, device="cpu", vocab_size=250)
+    batches = data.Batches(
+        tokens, **layout, seed=seed, start_step=start_step, steps=steps, workers=workers, device="cpu", vocab_size=250
+    )
     accum = global_batch // world_size // micro_batch
     got = [tuple(t.tolist() for t in batches.next()) for _ in range((steps - start_step) * accum)]
     batches.close()
@@ -551,10 +606,15 @@ def rows(batches: list) -> list:
 def test_each_epoch_is_a_permutation_of_its_own(n):
     order = data.stream_windows(3, 0, 4 * n, n).reshape(4, n)
     assert (np.sort(order) == np.arange(n)).all()
-    assert (data.stream_windows(3, n // 2, 2 * n, n) == order.ravel()[n // 2 : n // 2 + 2 * n]).all()  # any start, over edges
+    assert (
+        data.stream_windows(3, n // 2, 2 * n, n) == order.ravel()[n // 2 : n // 2 + 2 * n]
+    ).all()  # any start, over edges
     if n >= 10:
         other = data.stream_windows(4, 0, n, n)
-        assert all((a != b).any() for a, b in ((order[0], order[1]), (order[1], order[2]), (order[0], other), (order[0], np.arange(n))))
+        assert all(
+            (a != b).any()
+            for a, b in ((order[0], order[1]), (order[1], order[2]), (order[0], other), (order[0], np.arange(n)))
+        )
     if n >= 1000:  # as unrelated as random permutations: about one window in the same place, neighbours no nearer
         assert (order[0] == order[1]).sum() < 12
         assert abs(np.abs(np.diff(order[0])).mean() / n - 1 / 3) < 0.03
@@ -584,7 +644,10 @@ def test_resuming_at_any_step_continues_the_same_stream(tmp_path):
         whole = stream(tokens, rank, world_size, steps=20)
         per = len(whole) // 20
         for stop in (3, 7, 10, 13):
-            assert stream(tokens, rank, world_size, start_step=stop, steps=20, workers=2 if stop == 7 else 0) == whole[stop * per :]
+            assert (
+                stream(tokens, rank, world_size, start_step=stop, steps=20, workers=2 if stop == 7 else 0)
+                == whole[stop * per :]
+            )
 
 
 def test_ranks_read_the_same_number_of_batches_of_19_windows(tmp_path):
@@ -608,14 +671,18 @@ def test_validation_scores_each_window_once(tmp_path):
             flat = [(x, y, s) for batches in ranks for batch in batches for x, y, s in zip(*batch, strict=True)]
             assert sorted(int(s) for _, _, s in flat if s >= 0) == list(range(n))
             for x, y, s in flat:
-                assert x.shape == (8,) and (y == -1).all() if s < 0 else (y == (s * 8 + 1 + torch.arange(8)) % 200).all()
+                assert (
+                    x.shape == (8,) and (y == -1).all() if s < 0 else (y == (s * 8 + 1 + torch.arange(8)) % 200).all()
+                )
 
 
 def loss_of_val(rank: int, path: str) -> tuple[float, float]:
     """A model without weights: the loss of a row is its mean token. Summed over ranks as the scripts do."""
     total = torch.zeros(2, dtype=torch.float64)
     world_size = torch.distributed.get_world_size()
-    for _, y, _ in data.val_batches(data.open_tokens(path), seq_len=8, micro_batch=2, rank=rank, world_size=world_size, limit=0):
+    for _, y, _ in data.val_batches(
+        data.open_tokens(path), seq_len=8, micro_batch=2, rank=rank, world_size=world_size, limit=0
+    ):
         total += torch.stack([y[y >= 0].double().sum(), (y >= 0).double().sum()])
         torch.distributed.all_reduce(torch.zeros(1))  # a rank with a batch more or less hangs here
     torch.distributed.all_reduce(total)
@@ -644,7 +711,9 @@ def test_token_beyond_the_model_is_named(tmp_path, workers):
 
 def lose_a_worker(rank: int, path: str) -> str:
     layout = dict(seq_len=10, global_batch=8, micro_batch=2, rank=rank, world_size=2)
-    batches = data.Batches(data.open_tokens(path), **layout, seed=1, start_step=0, steps=10**6, workers=2, device="cpu", vocab_size=250)
+    batches = data.Batches(
+        data.open_tokens(path), **layout, seed=1, start_step=0, steps=10**6, workers=2, device="cpu", vocab_size=250
+    )
     batches.next()
     pids = [w.pid for w in batches.iterator._workers]
     for pid in pids:  # what torchrun does on Ctrl-C or a time limit: all of the group get it, the workers go on
@@ -670,7 +739,11 @@ def test_killed_worker_is_named_and_signals_do_not_kill_one(tmp_path):
     path = file_of(tmp_path, np.arange(10001) % 250)
     first, second = run_ranks(2, lose_a_worker, path)
     message, killed, seconds = second.split(" | ")
-    assert first == "finished" and message.startswith("data-parallel rank 1: ") and killed.removeprefix("killed ") in message, second
+    assert (
+        first == "finished"
+        and message.startswith("data-parallel rank 1: ")
+        and killed.removeprefix("killed ") in message
+    ), second
     assert float(seconds) < 15
 
 
@@ -702,14 +775,21 @@ def test_reading_holds_no_memory_and_no_descriptors(tmp_path):
 def test_show_proves_the_ranks_disjoint(tmp_path):
     folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 40)
     made(tmp_path, folder)
-    run = cli("show", tmp_path / "out", "--step", 3, "--world", 4, "--global-batch", 8, "--seq-len", 16, "--seed", 9, "--text")
+    run = cli(
+        "show", tmp_path / "out", "--step", 3, "--world", 4, "--global-batch", 8, "--seq-len", 16, "--seed", 9, "--text"
+    )
     assert run.returncode == 0, run.stderr
     n = data.open_tokens(str(tmp_path / "out")).n_windows(16)
     windows = data.stream_windows(9, 24, 8, n)
     for r in range(4):
-        assert f"rank {r}: samples {24 + 2 * r}-{25 + 2 * r}, windows {windows[2 * r]} {windows[2 * r + 1]}" in run.stdout
+        assert (
+            f"rank {r}: samples {24 + 2 * r}-{25 + 2 * r}, windows {windows[2 * r]} {windows[2 * r + 1]}" in run.stdout
+        )
     text = "In the beginning was the word, and so on and on. " * 40
-    assert f"token {windows[0] * 16}\n{text[windows[0] * 16 :][:16]}\n" in run.stdout and "disjoint: 8 samples" in run.stdout
+    assert (
+        f"token {windows[0] * 16}\n{text[windows[0] * 16 :][:16]}\n" in run.stdout
+        and "disjoint: 8 samples" in run.stdout
+    )
 
 
 def test_a_reader_that_stops_ends_it_quietly(tmp_path):
@@ -717,7 +797,13 @@ def test_a_reader_that_stops_ends_it_quietly(tmp_path):
     folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 4000)
     made(tmp_path, folder)
     flags = f"--world 2000 --global-batch 4000 --micro-batch 1 --seq-len 16 {tmp_path / 'out'}"
-    run = subprocess.run(f"{sys.executable} data.py show --step 3 {flags} | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        f"{sys.executable} data.py show --step 3 {flags} | head -1",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout.startswith("rank 0: samples ") and run.stdout.count("\n") == 1 and not run.stderr
 
 
@@ -727,4 +813,6 @@ def test_progress_is_at_most_one_line_a_second(tmp_path, capsys):
     for _ in prepare.read_files([str(tmp_path / "a.jsonl")], "text", None, pytest.fail):
         time.sleep(0.001)
     printed = capsys.readouterr().err.splitlines()
-    assert 1 <= len(printed) <= time.monotonic() - start and all("MB/s" in line and "s left" in line for line in printed)
+    assert 1 <= len(printed) <= time.monotonic() - start and all(
+        "MB/s" in line and "s left" in line for line in printed
+    )

@@ -69,14 +69,20 @@ def test_example_as_given():
             "scale_min": 1.0,
         }
         assert any(re.match(r"zero_optimization.offload_optimizer.pin_memory ignored: .+", note) for note in notes)
-    with pytest.raises(UserError, match="train_batch_size 64 is not a multiple of accumulation 4 x data-parallel ranks 3 = 12"):
+    with pytest.raises(
+        UserError, match="train_batch_size 64 is not a multiple of accumulation 4 x data-parallel ranks 3 = 12"
+    ):
         read_deepspeed(str(EXAMPLE), 3)
 
 
 def test_command_line(tmp_path):
     call = [sys.executable, "deepspeed_json.py", str(EXAMPLE), "--dp"]
     good = subprocess.run([*call, "2"], cwd=ROOT, capture_output=True, text=True)
-    assert good.returncode == 0 and "--micro-batch 8" in good.stdout.splitlines()[0] and "pin_memory ignored" in good.stdout
+    assert (
+        good.returncode == 0
+        and "--micro-batch 8" in good.stdout.splitlines()[0]
+        and "pin_memory ignored" in good.stdout
+    )
     bad = subprocess.run([*call, "3"], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
 
@@ -91,7 +97,10 @@ def test_flags_are_fields_with_the_right_types(read):
             "fp16": {"enabled": True, "min_loss_scale": 1},
             "zero_optimization": {"stage": 1},
             "optimizer": {"type": "Adam", "params": {"lr": 1, "betas": [0, 0.5]}},
-            "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 9, "warmup_num_steps": 2}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"warmup_type": "linear", "total_num_steps": 9, "warmup_num_steps": 2},
+            },
         }
     )
     kinds = {field: type(value) for field, value in vars(Config()).items()} | {"stage": int, "offload": str}
@@ -129,7 +138,9 @@ def test_batch_triangle_contradictions(read, refused):
     assert "train_batch_size 16 != micro 2 x accumulation 4 x data-parallel ranks 1 = 8" in refused(three, 1)
     assert read(three, 2)[0]["micro_batch"] == 2
     assert "train_batch_size 10 is not a multiple of data-parallel ranks 3 = 3" in refused({BATCH[0]: 10}, 3)
-    assert "train_batch_size 10 is not a multiple of micro 4 x data-parallel ranks 1 = 4" in refused({BATCH[0]: 10, BATCH[1]: 4}, 1)
+    assert "train_batch_size 10 is not a multiple of micro 4 x data-parallel ranks 1 = 4" in refused(
+        {BATCH[0]: 10, BATCH[1]: 4}, 1
+    )
     for key, bad in itertools.product(BATCH, (0, -4, 8.0, "8", True, [8], 1e2)):
         assert f"{key} is {json.dumps(bad)}; allowed is a whole number, 1 or more" in refused({key: bad})
 
@@ -146,7 +157,9 @@ def test_batch_triangle_auto_and_flags(read, refused):
     assert "train_batch_size 64 != micro 4 x accumulation 4 x data-parallel ranks 2 = 32" in refused(
         {BATCH[0]: 64, BATCH[2]: 4}, 2, {"micro_batch": 4}
     )
-    assert "its batch means --global-batch 64, the command line says 32" in refused({BATCH[0]: 64}, 2, {"global_batch": 32})
+    assert "its batch means --global-batch 64, the command line says 32" in refused(
+        {BATCH[0]: 64}, 2, {"global_batch": 32}
+    )
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -168,18 +181,28 @@ def test_precision(read, refused):
     assert "both true" in refused({"fp16": on, "bf16": on})
     assert "both true" in refused({"fp16": on, "bfloat16": on})
     assert read({}, given={"dtype": "bfloat16"})[0]["dtype"] == "bfloat16"  # the file says nothing
-    assert "fp16.enabled means --dtype float16, the command line says bfloat16" in refused({"fp16": on}, given={"dtype": "bfloat16"})
+    assert "fp16.enabled means --dtype float16, the command line says bfloat16" in refused(
+        {"fp16": on}, given={"dtype": "bfloat16"}
+    )
     assert "fp16.enabled means --dtype float32" in refused({"fp16": off}, given={"dtype": "float16"})
 
 
 def test_scaler_fields(read, refused):
-    fields = {"loss_scale_window": 50, "hysteresis": 3, "min_loss_scale": 0.25, "initial_scale_power": 12, "loss_scale": 0}
+    fields = {
+        "loss_scale_window": 50,
+        "hysteresis": 3,
+        "min_loss_scale": 0.25,
+        "initial_scale_power": 12,
+        "loss_scale": 0,
+    }
     flags, notes = read({"fp16": {"enabled": True, **fields}})
     assert [flags[f"scale_{f}"] for f in ("window", "hysteresis", "min", "power")] == [50, 3, 0.25, 12]
     flags, notes = read({"fp16": {"enabled": False, **fields}})
     assert not any(flag.startswith(("scale_", "loss_scale")) for flag in flags)
     assert sum("fp16 is not enabled" in note for note in notes) == len(fields)
-    assert read({"fp16": {"enabled": True}}, given={"scale_hysteresis": 1})[0]["scale_hysteresis"] == 1  # a default gives way
+    assert (
+        read({"fp16": {"enabled": True}}, given={"scale_hysteresis": 1})[0]["scale_hysteresis"] == 1
+    )  # a default gives way
     assert "fp16.hysteresis" in refused({"fp16": {"enabled": True, "hysteresis": 2}}, given={"scale_hysteresis": 1})
     assert "from 0 to 126" in refused({"fp16": {"enabled": True, "initial_scale_power": 2000}})
     assert "consecutive_hysteresis is true; allowed is false" in refused({"fp16": {"consecutive_hysteresis": True}})
@@ -202,11 +225,15 @@ def test_zero_and_offload(read, refused):
     assert read(zero(stage=1, offload_optimizer=None))[0]["offload"] == "none"
     assert read(zero(stage=1, cpu_offload=True))[0]["offload"] == "optimizer"
     assert "which of them?" in refused(zero(stage=1, cpu_offload=True, offload_optimizer={"device": "none"}))
-    assert 'device is "nvme"; allowed is "none" or "cpu"' in refused(zero(stage=3, offload_optimizer={"device": "nvme"}))
+    assert 'device is "nvme"; allowed is "none" or "cpu"' in refused(
+        zero(stage=3, offload_optimizer={"device": "nvme"})
+    )
     assert 'offload_param.device is "cpu"; allowed is "none"' in refused(zero(stage=3, offload_param={"device": "cpu"}))
     assert "means --stage 3, the command line says 2" in refused(zero(stage=3), given={"stage": 2})
     assert "means --offload optimizer" in refused(zero(offload_optimizer={"device": "cpu"}), given={"offload": "none"})
-    flags, notes = read(zero(stage=3, reduce_bucket_size=5e8, stage3_max_live_parameters=1e9, sub_group_size="auto", overlap_comm=False))
+    flags, notes = read(
+        zero(stage=3, reduce_bucket_size=5e8, stage3_max_live_parameters=1e9, sub_group_size="auto", overlap_comm=False)
+    )
     assert {n.split()[0].split(".")[1] for n in notes if n.startswith("zero_opt")} == {
         "reduce_bucket_size",
         "stage3_max_live_parameters",
@@ -223,11 +250,19 @@ def test_optimizer(read, refused):
     flags, _ = read(adam(lr=3e-4, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.05))
     assert [flags[f] for f in ("lr", "beta1", "beta2", "eps", "weight_decay")] == [3e-4, 0.8, 0.95, 1e-6, 0.05]
     flags, _ = read(adam())
-    assert [flags[f] for f in ("lr", "beta1", "beta2", "eps", "weight_decay")] == [1e-3, 0.9, 0.999, 1e-8, 0.0]  # DeepSpeed's own
+    assert [flags[f] for f in ("lr", "beta1", "beta2", "eps", "weight_decay")] == [
+        1e-3,
+        0.9,
+        0.999,
+        1e-8,
+        0.0,
+    ]  # DeepSpeed's own
     flags, _ = read(adam(lr="auto", betas="auto", eps="auto", weight_decay="auto"))
     assert not flags.keys() & {"lr", "beta1", "beta2", "eps", "weight_decay"}
     assert "lr" not in read({})[0]
-    assert read(adam("Adam", torch_adam=True, weight_decay=0.1))[0]["weight_decay"] == 0.1  # adam_w_mode is true unless said
+    assert (
+        read(adam("Adam", torch_adam=True, weight_decay=0.1))[0]["weight_decay"] == 0.1
+    )  # adam_w_mode is true unless said
     assert "adam_w_mode is false" in refused(adam("Adam", adam_w_mode=False, weight_decay=0.1))
     assert read(adam("Adam", adam_w_mode=False))[0]["weight_decay"] == 0  # no decay: the two are the same
     assert 'optimizer.type is "OneBitAdam"; allowed is "Adam"' in refused(
@@ -237,7 +272,9 @@ def test_optimizer(read, refused):
     assert "betas is [0.9]; allowed is two numbers" in refused(adam(betas=[0.9]))
     for bad in (0, -1, "1e-3", True):
         assert "optimizer.params.lr is" in refused(adam(lr=bad))
-    assert "optimizer.params.lr means --lr 0.0003, the command line says 0.1" in refused(adam(lr=3e-4), given={"lr": 0.1})
+    assert "optimizer.params.lr means --lr 0.0003, the command line says 0.1" in refused(
+        adam(lr=3e-4), given={"lr": 0.1}
+    )
     assert read(adam(), given={"lr": 0.1})[0]["lr"] == 0.1
 
 
@@ -264,7 +301,9 @@ def test_scheduler(read, refused):
         there = 2e-3 * (1e-4 + (1 - 1e-4) * (1 + cos(pi * (u - 10) / 90)) / 2)
         assert lr_at(u, cfg) == pytest.approx(there, rel=1e-12)
     assert 'warmup_type is "log", as it is there when absent' in refused(schedule("WarmupLR"))
-    assert '"WarmupDecayLR"; allowed is "WarmupCosineLR" or "WarmupLR"' in refused(schedule("WarmupDecayLR", total_num_steps=9))
+    assert '"WarmupDecayLR"; allowed is "WarmupCosineLR" or "WarmupLR"' in refused(
+        schedule("WarmupDecayLR", total_num_steps=9)
+    )
     assert "the peak, which is missing; give --lr" in refused(schedule("WarmupLR", optimizer=False, **linear))
     assert read(schedule("WarmupLR", optimizer=False, **linear), given={"lr": 1e-4})[0]["min_lr"] == 1e-4
     assert "warmup_min_lr is 1e-08; allowed is 0" in refused(schedule("WarmupLR", **linear, warmup_min_lr=1e-8))
@@ -291,11 +330,24 @@ def test_misspelt_keys(refused):
 
 
 def test_refused_and_off(read, refused):
-    for key in ("amp", "torch_autocast", "elasticity", "curriculum_learning", "data_efficiency", "sparse_attention", "tensor_parallel"):
+    for key in (
+        "amp",
+        "torch_autocast",
+        "elasticity",
+        "curriculum_learning",
+        "data_efficiency",
+        "sparse_attention",
+        "tensor_parallel",
+    ):
         assert f"{key} is off, as here" in read({key: {"enabled": False, "x": 1}})[1]
         assert f"{key} is {{" in refused({key: {"enabled": True}})
-    assert 'communication_data_type is "fp16"; allowed is "fp32" or "bf16"' in refused({"communication_data_type": "fp16"})
-    assert read({"communication_data_type": "bf16"})[0]["wire"] == "bf16" and "wire" not in read({"communication_data_type": None})[0]
+    assert 'communication_data_type is "fp16"; allowed is "fp32" or "bf16"' in refused(
+        {"communication_data_type": "fp16"}
+    )
+    assert (
+        read({"communication_data_type": "bf16"})[0]["wire"] == "bf16"
+        and "wire" not in read({"communication_data_type": None})[0]
+    )
     assert 'grad_accum_dtype is "bf16"; allowed is "fp32"' in refused({"data_types": {"grad_accum_dtype": "bf16"}})
 
 
@@ -337,7 +389,16 @@ def test_every_key_in_use_makes_a_difference(read):
 
 def test_no_other_key_falls_silent():
     """Set to something of its kind, a key in no use leaves a line that names it, or is refused by name."""
-    sample = {"size": 5e8, "number": 0.5, "positive": 0.5, "any": 1, "off": {}, "section": {}, "switch": True, "text": "x"}
+    sample = {
+        "size": 5e8,
+        "number": 0.5,
+        "positive": 0.5,
+        "any": 1,
+        "off": {},
+        "section": {},
+        "switch": True,
+        "text": "x",
+    }
     for key, (kind, rule) in RULES.items():
         if rule is USE or kind == "section" and rule is None:
             continue

@@ -62,7 +62,10 @@ def test_equal_logits_in_transformers(runs, kind):
 def test_back_through_init_from_is_bit_equal(runs):
     # an update at lr 1e-30 is below the last bit of every weight
     common = dict(dtype="float32", steps=1, lr=1e-30, warmup_steps=0)
-    again = {f"{name}-again": common | dict(model=f"{runs}/{name}-hf/config.json", init_from=f"{runs}/{name}-hf") for name in KINDS}
+    again = {
+        f"{name}-again": common | dict(model=f"{runs}/{name}-hf/config.json", init_from=f"{runs}/{name}-hf")
+        for name in KINDS
+    }
     run_ranks(2, train, "train_ddp", str(runs), again)
     for name in KINDS:
         before, after = masters(runs / name), masters(runs / f"{name}-again")
@@ -82,7 +85,9 @@ def test_boxes_of_any_layout(runs):
     }
     load_hf(runs / "untied-hf", pieces, cfg)
     assert len(pieces["blocks.1.wq.weight"].boxes) == 3
-    assert torch.equal(torch.cat([t.flatten() for _, t in pieces["blocks.1.wq.weight"].boxes]), wq.flatten()[17 : 17 + 555])
+    assert torch.equal(
+        torch.cat([t.flatten() for _, t in pieces["blocks.1.wq.weight"].boxes]), wq.flatten()[17 : 17 + 555]
+    )
     assert torch.equal(pieces["blocks.1.w_gate.weight"].boxes[0][1], gate[44:, 8:24])
     assert torch.equal(pieces["norm.weight"].boxes[0][1], weights["norm.weight"].double()[5:14])
 
@@ -91,7 +96,9 @@ def test_several_files(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "FILE_BYTES", 20_000)
     nbytes = to_hf(find_checkpoint(runs / "untied"), tmp_path / "hf", "float32")
     files, weights = sorted((tmp_path / "hf").glob("*.safetensors")), masters(runs / "untied")
-    assert [f.name for f in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))] and len(files) > 3
+    assert [f.name for f in files] == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ] and len(files) > 3
     assert all(sum(t.nbytes for t in load_file(f).values()) <= 20_000 for f in files)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == nbytes == sum(t.nbytes for t in weights.values())
@@ -119,7 +126,11 @@ def damage(hf: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
     elif name == "twice":
         tensors["module.lm_head.weight"] = tensors["lm_head.weight"].clone()
     elif name == "other model":  # the shapes of all weights stay as they are
-        config = json.loads((hf / "config.json").read_text()) | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        config = json.loads((hf / "config.json").read_text()) | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+        }
         (hf / "config.json").write_text(json.dumps(config))
     save_file(tensors, hf / "model.safetensors")
     if name == "cut short":
@@ -178,7 +189,10 @@ def test_names_and_heads_that_other_writers_use(runs, tmp_path):
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     for renamed in (
         {name.removeprefix("model."): t for name, t in tensors.items()},
-        {name.replace("model.", "module._orig_mod.model.").replace("layers.1.", "layers.1._orig_mod."): t for name, t in tensors.items()},
+        {
+            name.replace("model.", "module._orig_mod.model.").replace("layers.1.", "layers.1._orig_mod."): t
+            for name, t in tensors.items()
+        },
         tensors | table | head,
     ):
         save_file(renamed, tmp_path / "model.safetensors")
@@ -193,7 +207,9 @@ def test_names_and_heads_that_other_writers_use(runs, tmp_path):
 def test_nothing_is_published_from_a_bad_checkpoint(runs, tmp_path):
     good = find_checkpoint(runs / "untied")
     out = tmp_path / "out" / "hf"
-    placeholder = shutil.copytree(good, tmp_path / "placeholder")  # the model that meta.json promises is wider than what was saved
+    placeholder = shutil.copytree(
+        good, tmp_path / "placeholder"
+    )  # the model that meta.json promises is wider than what was saved
     meta = json.loads((good / "meta.json").read_text())
     (placeholder / "meta.json").write_text(json.dumps(meta | {"model": meta["model"] | {"n_ff": 96, "n_layer": 3}}))
     with pytest.raises(UserError, match=r"missing: blocks.2.*w_gate.weight has shape \(88, 32\), expected \(96, 32\)"):
@@ -215,18 +231,31 @@ def test_nothing_is_published_from_a_bad_checkpoint(runs, tmp_path):
 def test_command_line(runs, tmp_path):
     call = [sys.executable, str(ROOT / "export.py"), "to-hf"]
     done = subprocess.run(
-        [*call, str(runs / "tied"), str(tmp_path / "hf"), "--dtype", "bfloat16"], capture_output=True, text=True, timeout=120
+        [*call, str(runs / "tied"), str(tmp_path / "hf"), "--dtype", "bfloat16"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert done.returncode == 0 and "step_00000003 as Hugging Face Llama, 0.000 GB of bfloat16" in done.stdout, done.stderr
+    assert done.returncode == 0 and "step_00000003 as Hugging Face Llama, 0.000 GB of bfloat16" in done.stdout, (
+        done.stderr
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
     tensors, weights = load_file(tmp_path / "hf/model.safetensors"), masters(runs / "tied")
     assert tensors.keys() == {hf_name(name) for name in param_shapes(load_config(str(tmp_path / "hf/config.json")))}
     assert all(torch.equal(tensors[hf_name(name)], tensor.bfloat16()) for name, tensor in weights.items())
     assert LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
     done = subprocess.run([*call, str(runs), str(tmp_path / "other")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {runs} is no run folder") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"error: {runs} is no run folder")
+        and done.stderr.count("\n") == 1
+    )
     # a disk that takes no more than 50 kB of a file
     small = ["bash", "-c", 'ulimit -f 50 && exec "$@"', "-", *call, str(runs / "tied"), str(tmp_path / "full")]
     done = subprocess.run(small, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: cannot write {tmp_path}/full: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith(f"error: cannot write {tmp_path}/full: ")
+        and done.stderr.count("\n") == 1
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]

@@ -39,7 +39,16 @@ def toy(tmp_path_factory):
 
 def words(toy, out, **more) -> list[str]:
     """A small run on the CPU as command-line words."""
-    flags = dict(model=toy / "toy.json", data=toy / "plain", out=out, device="cpu", global_batch=12, micro_batch=3, steps=4, workers=0)
+    flags = dict(
+        model=toy / "toy.json",
+        data=toy / "plain",
+        out=out,
+        device="cpu",
+        global_batch=12,
+        micro_batch=3,
+        steps=4,
+        workers=0,
+    )
     flags |= dict(eval_every=0, save_every=50, log_every=1, hang_timeout=60) | more
     return [word for key, value in flags.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
@@ -50,7 +59,9 @@ def begin(ranks: int, script, *flags: str, env: dict = {}, **options) -> subproc
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
     if not ranks:
         env["LOCAL_WORLD_SIZE"] = "8"  # one thread, as torchrun's ranks have here
-    return subprocess.Popen([*call, str(script), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options)
+    return subprocess.Popen(
+        [*call, str(script), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
+    )
 
 
 def end(job: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str]:
@@ -88,7 +99,12 @@ def test_torchrun_hands_every_flag_on(script):
 
 
 def test_ways_to_write_a_flag():
-    for line in ("--micro-batch 4 --compile", "--micro-batch=4 --compile", "--micro_batch 4 --compile", "--micro_batch=4 --compile"):
+    for line in (
+        "--micro-batch 4 --compile",
+        "--micro-batch=4 --compile",
+        "--micro_batch 4 --compile",
+        "--micro_batch=4 --compile",
+    ):
         cfg = parse_flags(train_zero.Config, line.split())
         assert cfg == train_zero.Config(micro_batch=4, compile=True) and cfg.given == {"micro_batch", "compile"}
     assert parse_flags(train_zero.Config, ["--no-overlap"]).overlap is False
@@ -147,7 +163,9 @@ def test_refusals_before_anything_is_built(tmp_path):
     for name, content in (("empty", b""), ("byte", b"x"), ("odd", b"\1" * 99), ("none", bytes(64)), ("one", bytes(66))):
         (tmp_path / f"{name}.bin").write_bytes(content)
     (tmp_path / "nothing").mkdir()
-    (tmp_path / "halfhf.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}))
+    (tmp_path / "halfhf.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4})
+    )
     (tmp_path / "rope.json").write_text(json.dumps(TOY | {"rope_theta": -1}))
     (tmp_path / "blocked").write_text("a file")
     bins = {k: {"data": f"{tmp_path}/{k}.bin", "vocab_size": RAW} for k in ("empty", "byte", "odd", "none")}
@@ -184,10 +202,15 @@ def test_refusals_before_anything_is_built(tmp_path):
     assert set(os.listdir(tmp_path)) - before == {"one window"}
 
 
-@pytest.mark.parametrize("script, flags, message", [("train_tp", {"tp": 2}, "n_kv_head=1"), ("train_pipe", {"pp": 2}, "")])
+@pytest.mark.parametrize(
+    "script, flags, message", [("train_tp", {"tp": 2}, "n_kv_head=1"), ("train_pipe", {"pp": 2}, "")]
+)
 def test_a_layout_is_refused_before_the_run_folder(script, flags, message, tmp_path):
     toy_files(tmp_path, n_layer=1, n_kv_head=1)
-    variants = {"layout": flags | {"stages": "7,7"} if script == "train_pipe" else flags, "world": {k: 3 for k in flags}}
+    variants = {
+        "layout": flags | {"stages": "7,7"} if script == "train_pipe" else flags,
+        "world": {k: 3 for k in flags},
+    }
     for found in run_ranks(2, refusals, script, str(tmp_path), variants, timeout=60):
         assert found["layout"] and message in found["layout"]
         assert found["world"] == "tp*pp=3 does not divide the world of 2 ranks"
@@ -214,7 +237,9 @@ def test_short_validation_split(tmp_path):
     ids.tofile(tmp_path / "both/train.bin")
     ids[:20].tofile(tmp_path / "both/val.bin")
     flags = {"data": f"{tmp_path}/both", "vocab_size": RAW, "steps": 1}
-    found = run_ranks(1, refusals, "train_ddp", str(tmp_path), {"eval": flags | {"eval_every": 5}, "none": flags}, timeout=60)[0]
+    found = run_ranks(
+        1, refusals, "train_ddp", str(tmp_path), {"eval": flags | {"eval_every": 5}, "none": flags}, timeout=60
+    )[0]
     assert "both/val.bin (40 bytes): 20 tokens of uint16; one window of seq_len 32 needs 33" in found["eval"]
     assert found["none"] is None
 
@@ -228,11 +253,23 @@ def test_one_line_and_exit_code_2(toy, tmp_path):
         begin(0, ROOT / f"{script}.py", *words(toy, tmp_path / "run", **{key: 0}))
         for script, key in (("train_ddp", "lr"), ("train_zero", "steps"))
     ]
-    assert [end(job)[::2] for job in zeros] == [(2, f"error: --{key} 0: allowed is more than 0\n") for key in ("lr", "steps")]
+    assert [end(job)[::2] for job in zeros] == [
+        (2, f"error: --{key} 0: allowed is more than 0\n") for key in ("lr", "steps")
+    ]
     code, out, err = end(begin(0, ROOT / "train_ddp.py", *words(toy, tmp_path / "run", micro_batch=5)))
-    assert code == 2 and out == "" and err.startswith("error: --global-batch 12 is not a multiple") and err.count("\n") == 1
-    jobs = [begin(2, ROOT / "train_ddp.py", *flags) for flags in (["--learning-rate", "1"], words(toy, tmp_path / "run", micro_batch=5))]
-    for job, message in zip(jobs, ("unknown flag --learning-rate: here it is --lr", "--global-batch 12 is not a multiple")):
+    assert (
+        code == 2
+        and out == ""
+        and err.startswith("error: --global-batch 12 is not a multiple")
+        and err.count("\n") == 1
+    )
+    jobs = [
+        begin(2, ROOT / "train_ddp.py", *flags)
+        for flags in (["--learning-rate", "1"], words(toy, tmp_path / "run", micro_batch=5))
+    ]
+    for job, message in zip(
+        jobs, ("unknown flag --learning-rate: here it is --lr", "--global-batch 12 is not a multiple")
+    ):
         code, out, err = end(job)
         assert code != 0 and len(re.findall(rf"^rank \d: error: {message}", err, re.M)) == 1, err
         assert re.search(rf"Root Cause.*traceback : {message}", err, re.S), err
@@ -278,7 +315,9 @@ def test_ranks_described_by_hand(toy, tmp_path):
     for job in missing:
         code, _, err = end(job)
         assert code == 2 and "error: 2 of 3 ranks arrived within 12 s, missing: [2]" in err, err
-    endless = words(toy, tmp_path / "going", hang_timeout=60, steps=1_000_000)  # however late the third process comes, the run still goes
+    endless = words(
+        toy, tmp_path / "going", hang_timeout=60, steps=1_000_000
+    )  # however late the third process comes, the run still goes
     twice = [begin(0, script, *endless, env=environment(rank, 2, free2)) for rank in (0, 1, 1)]
     while not (ended := [job for job in twice if job.poll() is not None]) and time.time() - began < 80:
         time.sleep(0.05)
@@ -339,9 +378,13 @@ def test_the_first_error_is_the_visible_one(fault, tmp_path):
     script, find = FAULTS[fault]
     (tmp_path / "fork.py").write_text(FORK.format(script=script, find=find))
     began = time.time()
-    flags = words(tmp_path, tmp_path / "run", data=tmp_path / "both", steps=50, save_every=3, eval_every=3, vocab_size=RAW)
+    flags = words(
+        tmp_path, tmp_path / "run", data=tmp_path / "both", steps=50, save_every=3, eval_every=3, vocab_size=RAW
+    )
     code, _, err = end(begin(2, tmp_path / "fork.py", *flags))
-    assert code != 0 and time.time() - began < 30, err  # far from --hang-timeout 60, and from torchrun's 30 s of patience
+    assert code != 0 and time.time() - began < 30, (
+        err
+    )  # far from --hang-timeout 60, and from torchrun's 30 s of patience
     assert re.search(r"^rank 1: Traceback", err, re.M) and err.count("ValueError: out of luck") >= 2
     assert re.search(r"Root Cause.*rank +: 1 .*traceback : ValueError: out of luck", err, re.S), err
     assert "closed by peer" not in err
@@ -360,7 +403,12 @@ def test_an_id_outside_the_vocabulary(tmp_path):
     code, _, err = end(begin(2, ROOT / "train_zero.py", *flags))
     assert code != 0 and time.time() - began < 30
     line = next(line for line in err.splitlines() if re.match(r"rank \d: error: ", line))
-    assert "train.bin" in line and "700" in line and str(RAW) in line and "Traceback (most" not in err.split("torchrun")[0].split(line)[0]
+    assert (
+        "train.bin" in line
+        and "700" in line
+        and str(RAW) in line
+        and "Traceback (most" not in err.split("torchrun")[0].split(line)[0]
+    )
 
 
 OUT_OF_MEMORY = """
@@ -382,11 +430,15 @@ train_zero.launch.run_script(train_zero.main, train_zero.Config, "")
 
 def test_out_of_memory_says_what_helps(toy, tmp_path):
     (tmp_path / "little.py").write_text(OUT_OF_MEMORY)
-    flags = words(toy, tmp_path / "run", global_batch=64, micro_batch=64, seq_len=2000, data=toy / "long.bin", vocab_size=RAW)
+    flags = words(
+        toy, tmp_path / "run", global_batch=64, micro_batch=64, seq_len=2000, data=toy / "long.bin", vocab_size=RAW
+    )
     (np.arange(2000 * 80) % 61).astype(np.uint16).tofile(toy / "long.bin")
     code, _, err = end(begin(0, tmp_path / "little.py", *flags))
     last = err.splitlines()[-1]
-    assert code == 1 and re.match(r"error: rank 0 is out of memory: [\d.]+ GB predicted, the device has [\d.]+ GB; ", last), err
+    assert code == 1 and re.match(
+        r"error: rank 0 is out of memory: [\d.]+ GB predicted, the device has [\d.]+ GB; ", last
+    ), err
     assert re.search(r"smallest change that helps: --micro-batch (32|16|8|4|2|1)$", last)
 
 
@@ -410,7 +462,9 @@ def test_check_collectives(tmp_path):
     good = run_ranks(2, refusals, "train_ddp", str(tmp_path), {"good": flags}, timeout=60)
     assert good == [{"good": None}] * 2
     for found in run_ranks(2, swapped, str(tmp_path), {"bad": flags}, timeout=60):
-        assert re.search(r"different collectives: rank 0: #1 all_reduce head .* bytes; rank 1: #1 all_reduce embed", found["bad"]), found
+        assert re.search(
+            r"different collectives: rank 0: #1 all_reduce head .* bytes; rank 1: #1 all_reduce embed", found["bad"]
+        ), found
 
 
 # --- signals ------------------------------------------------------------------------------------------------------------
@@ -443,14 +497,18 @@ def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, to
     code, out, err = end(job)
     assert time.time() - began < 15 and code == (1 if ranks else 128 + number), err
     last = out.splitlines()[-1]
-    assert re.fullmatch(r"stopped by a signal after step \d+; the same command with --out .* --resume auto goes on from there", last), out
+    assert re.fullmatch(
+        r"stopped by a signal after step \d+; the same command with --out .* --resume auto goes on from there", last
+    ), out
     assert "launch.py" not in err  # torchrun has a traceback of its own
     stopped = len(log.read_text().splitlines())
     assert 5 <= stopped < 30
     code, out, err = end(begin(ranks, ROOT / "train_zero.py", *long(toy, tmp_path / "run")))
     assert code == 0 and f"at step {stopped}" in out, err
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in rows] == [(r["step"], r["loss"], r["grad_norm"]) for r in straight[ranks]]
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in rows] == [
+        (r["step"], r["loss"], r["grad_norm"]) for r in straight[ranks]
+    ]
     ours, theirs = final_weights(tmp_path / "run"), final_weights(toy / f"straight{ranks}")
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name

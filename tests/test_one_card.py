@@ -41,7 +41,9 @@ def test_every_form_on_one_card(tmp_path):
     toy_files(tmp_path, n_layer=4)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for launcher in ([], torchrun):
-        done = subprocess.run([sys.executable, *launcher, __file__, str(tmp_path)], capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, *launcher, __file__, str(tmp_path)], capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     one, two = (json.loads((tmp_path / f"rows-{n}.json").read_text()) for n in (1, 2))
     assert len(two) == 2 * len(FORMS)

@@ -97,15 +97,22 @@ def test_float16_overflow_on_rank_1_only(tmp_path):
     flags = dict(dtype="float16", steps=9, save_every=5, keep_last=9, scale_window=3, scale_power=10)
     two = {script: everywhere(**flags)[script] for script in ("train_ddp", "train_zero")}
     results = run_ranks(2, runs, str(tmp_path), two, (1, {3}, float("inf")), timeout=200)
-    again = {s: (s, own | {"resume": f"{tmp_path}/{s}/ckpt/step_00000005", "out": f"{tmp_path}/{s}-again"}) for s, (_, own) in two.items()}
+    again = {
+        s: (s, own | {"resume": f"{tmp_path}/{s}/ckpt/step_00000005", "out": f"{tmp_path}/{s}-again"})
+        for s, (_, own) in two.items()
+    }
     continued = run_ranks(2, runs, str(tmp_path), again, timeout=100)[0]
     schedule = Config(lr=1e-3, min_lr=1e-4, warmup_steps=5, steps=9)
     for script in two:
         rows = results[0][script][0]
         assert [r["skipped"] for r in rows] == [s == 3 for s in range(9)]
-        assert [r["loss_scale"] for r in rows] == [1024.0] * 4 + [512.0] * 4 + [1024.0]  # doubled after the window and one more
+        assert [r["loss_scale"] for r in rows] == [1024.0] * 4 + [512.0] * 4 + [
+            1024.0
+        ]  # doubled after the window and one more
         assert [r["lr"] for r in rows] == [lr_at(update, schedule) for update in (0, 1, 2, 3, 3, 4, 5, 6, 7)]
-        shared = [[(r["loss"], r["grad_norm"], r["lr"], r["loss_scale"]) for r in result[script][0]] for result in results]
+        shared = [
+            [(r["loss"], r["grad_norm"], r["lr"], r["loss_scale"]) for r in result[script][0]] for result in results
+        ]
         assert shared[0] == shared[1]
         assert [(r["loss"], r["grad_norm"], r["lr"], r["loss_scale"]) for r in continued[script][0]] == shared[0][5:]
 
@@ -125,7 +132,9 @@ def test_endless_overflow_ends_and_names_who(tmp_path):
 @pytest.mark.parametrize("window, hysteresis, minimum", [(1, 1, 1.0), (2, 1, 4.0), (3, 2, 1.0), (5, 3, 0.25)])
 def test_scaler_follows_deepspeed(window, hysteresis, minimum):
     """The loss scale after each of 400 steps, against a restatement of the rule DeepSpeed documents and runs."""
-    scaler = LossScaler(Config(dtype="float16", scale_power=6, scale_window=window, scale_hysteresis=hysteresis, scale_min=minimum))
+    scaler = LossScaler(
+        Config(dtype="float16", scale_power=6, scale_window=window, scale_hysteresis=hysteresis, scale_min=minimum)
+    )
     scaler.patience = 10**6
     scale, last_overflow, left = 64.0, -1, hysteresis
     draw = torch.Generator().manual_seed(window)
@@ -168,7 +177,9 @@ def test_clip_comes_after_unscale(tmp_path):
     toy_files(tmp_path)
     flags = dict(dtype="float16", micro_batch=12, steps=8, save_every=0)
     scripts = ("train_ddp", "train_zero")
-    variants = {f"{script} {power}": (script, flags | {"loss_scale": 2.0**power}) for script in scripts for power in (0, 8, 16)}
+    variants = {
+        f"{script} {power}": (script, flags | {"loss_scale": 2.0**power}) for script in scripts for power in (0, 8, 16)
+    }
     results = run_ranks(1, runs, str(tmp_path), variants, timeout=100)[0]
     for script in scripts:
         for power in (0, 8):
@@ -250,7 +261,9 @@ def test_where_nothing_travels_nothing_is_rounded(tmp_path):
     kinds = {"ddp": ("train_ddp", flags)} | {f"zero {s}": ("train_zero", flags | {"stage": s}) for s in (0, 1, 2)}
     for ranks, scripts in ((1, kinds), (2, {"pipe": ("train_pipe", flags)})):
         variants = {
-            f"{kind} {wire}": (script, own | {"wire": wire}) for kind, (script, own) in scripts.items() for wire in ("fp32", "bf16")
+            f"{kind} {wire}": (script, own | {"wire": wire})
+            for kind, (script, own) in scripts.items()
+            for wire in ("fp32", "bf16")
         }
         results = run_ranks(ranks, runs, str(tmp_path), variants, timeout=100)[0]
         for kind in scripts:
@@ -264,11 +277,18 @@ def test_bf16_wire(tmp_path):
     toy_files(tmp_path)
     flags = dict(dtype="float32", micro_batch=3, steps=20, save_every=0)
     kinds = {"ddp": ("train_ddp", flags)} | {f"zero {s}": ("train_zero", flags | {"stage": s}) for s in (1, 2)}
-    variants = {f"{kind} {wire}": (script, own | {"wire": wire}) for kind, (script, own) in kinds.items() for wire in ("fp32", "bf16")}
+    variants = {
+        f"{kind} {wire}": (script, own | {"wire": wire})
+        for kind, (script, own) in kinds.items()
+        for wire in ("fp32", "bf16")
+    }
     results = run_ranks(2, runs, str(tmp_path), variants, timeout=100)[0]
     for name, (_, screen, _) in results.items():
         assert f"gradients travel in {DTYPES[name[-4:]]}" in screen
-    gaps = {k: max(abs(a["loss"] - b["loss"]) for a, b in zip(results[f"{k} fp32"][0], results[f"{k} bf16"][0])) for k in kinds}
+    gaps = {
+        k: max(abs(a["loss"] - b["loss"]) for a, b in zip(results[f"{k} fp32"][0], results[f"{k} bf16"][0]))
+        for k in kinds
+    }
     assert all(0 < gap < 1e-3 for gap in gaps.values()), gaps
 
 
@@ -297,14 +317,19 @@ def test_float32(world_size, one_process, tmp_path):
         for offload in ("none", "optimizer")
     }
     ddp = {"ddp": ("train_ddp", whole), "ddp parts": ("train_ddp", parts)}
-    rows = {name: result[0] for name, result in run_ranks(world_size, runs, str(tmp_path), zero | ddp, timeout=200)[0].items()}
+    rows = {
+        name: result[0]
+        for name, result in run_ranks(world_size, runs, str(tmp_path), zero | ddp, timeout=200)[0].items()
+    }
     weights = {name: final_weights(tmp_path / name) for name in rows}
     for name in rows:
         assert_follows(rows[name], one_process[0], weights[name], one_process[1], 1e-5)
     for kind in ("whole", "parts"):
         reference = f"{kind} 2 none"
         for name in [n for n in zero if n.startswith(kind) and not n.startswith("parts 1")]:
-            assert [(r["loss"], r["grad_norm"]) for r in rows[name]] == [(r["loss"], r["grad_norm"]) for r in rows[reference]], name
+            assert [(r["loss"], r["grad_norm"]) for r in rows[name]] == [
+                (r["loss"], r["grad_norm"]) for r in rows[reference]
+            ], name
             for tensor, value in weights[name].items():
                 assert torch.equal(value, weights[reference][tensor]), (name, tensor)
     for tensor, value in weights["parts 1 optimizer"].items():
@@ -332,7 +357,9 @@ def test_weight_decay_hits_the_matrices(tmp_path):
                 assert not value.any()
             else:
                 shrunk = initial[tensor] * (1 - 1e-3 * 10.0 * (value.dim() >= 2))
-                torch.testing.assert_close(value, shrunk, rtol=1e-15, atol=0, msg=lambda m, n=name, t=tensor: f"{n}, {t}: {m}")
+                torch.testing.assert_close(
+                    value, shrunk, rtol=1e-15, atol=0, msg=lambda m, n=name, t=tensor: f"{n}, {t}: {m}"
+                )
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,12 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
     flags = dict(dtype="float32", dropout=0.1, micro_batch=3, steps=STEPS, log_samples=True, keep_last=STEPS)
     flags |= {"stage": stage} if stage is not None else {}
     straight = run_ranks(
-        world_size, train, script, str(tmp_path), {"straight": flags | {"save_every": 1}, "workers": flags | {"workers": 2}}, timeout=200
+        world_size,
+        train,
+        script,
+        str(tmp_path),
+        {"straight": flags | {"save_every": 1}, "workers": flags | {"workers": 2}},
+        timeout=200,
     )
     stops = (3, 7, 10, 13)
     for step in stops:
@@ -95,7 +100,9 @@ def test_any_layout_goes_on_from_any(tmp_path):
     """H9: saved by one layout, loaded and saved by the next through a chain of all: every tensor stays, and so do the next losses."""
     toy_files(tmp_path)
     flags = dict(dtype="float32", steps=10, save_every=5, keep_last=9, log_samples=True)
-    straight = run_ranks(1, train, "train_ddp", str(tmp_path), {"straight": flags | {"micro_batch": 4}}, timeout=100)[0]["straight"]
+    straight = run_ranks(1, train, "train_ddp", str(tmp_path), {"straight": flags | {"micro_batch": 4}}, timeout=100)[
+        0
+    ]["straight"]
     cut_at(tmp_path, "straight", 5, "first")
     state = final_weights(tmp_path / "first")
     chain = {
@@ -126,7 +133,11 @@ def test_any_layout_goes_on_from_any(tmp_path):
                 assert ours["step"] == theirs["step"]
                 assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-5)
-    for name, ranks in (("zero3x3", 3), ("zero2x2", 2), ("ddp1", 1)):  # each step's sequences: the same, whoever computes them
+    for name, ranks in (
+        ("zero3x3", 3),
+        ("zero2x2", 2),
+        ("ddp1", 1),
+    ):  # each step's sequences: the same, whoever computes them
         ids = samples(tmp_path / f"{name} on", ranks)
         whole = samples(tmp_path / "straight", 1)
         for step in range(5, 10):
@@ -191,16 +202,29 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
     screen = capfd.readouterr().out
     allowed = {name for name, error in found.items() if error is None}
     assert allowed == {"lr", "longer", "shorter", "weights", "weights of a run"}, found
-    for line in ("--lr 0.001 -> 0.0005", "--weight-decay 0.1 -> 0.0", "--clip 0.1 -> 0.5", "--steps 6 -> 8", "--steps 6 -> 2"):
+    for line in (
+        "--lr 0.001 -> 0.0005",
+        "--weight-decay 0.1 -> 0.0",
+        "--clip 0.1 -> 0.5",
+        "--steps 6 -> 8",
+        "--steps 6 -> 2",
+    ):
         assert f"resume: {line}" in screen
     assert "3 steps are done and --steps is 2: nothing left to do" in screen
-    assert "fingerprint" in found["corpus"] and f"{tmp_path}/other" in found["corpus"] and "--init-from" in found["corpus"]
+    assert (
+        "fingerprint" in found["corpus"] and f"{tmp_path}/other" in found["corpus"] and "--init-from" in found["corpus"]
+    )
     assert "n_layer was 2, is 3" in found["model"] and "vocab_size was 61, is 64" in found["vocab"]
     assert "step_00000099: no such checkpoint" in found["nowhere"]
     assert "needs a folder of its own" in found["never"] and "holds later steps (step_00000006)" in found["run"]
     assert "n_layer was 2, is 1" in found["other weights"]
-    assert "no run folder, no checkpoint" in found["no weights"] and "is no complete checkpoint" in found["data's weights"]
-    log = {name: [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()] for name in allowed - {"shorter"}}
+    assert (
+        "no run folder, no checkpoint" in found["no weights"] and "is no complete checkpoint" in found["data's weights"]
+    )
+    log = {
+        name: [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in allowed - {"shorter"}
+    }
     assert [r["step"] for r in log["longer"]] == [3, 4, 5, 6, 7]
     assert log["longer"][-1]["lr"] == pytest.approx(3.25e-4)  # two thirds down the cosine to 8 steps, 1e-3 to 1e-4
     assert [r["step"] for r in log["weights"]] == [0] and [r["step"] for r in log["lr"]] == [3, 4, 5]
@@ -267,8 +291,21 @@ def test_restart_over_two_hosts(tmp_path):
     }  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as probe:
         meeting = f"localhost:{probe.getsockname()[1]}"
-    host = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=1", "--rdzv_backend=c10d"]
-    call = [*host, f"--rdzv_endpoint={meeting}", str(ROOT / "train_ddp.py"), *[word for pair in flags.items() for word in pair]]
+    host = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max_restarts=1",
+        "--rdzv_backend=c10d",
+    ]
+    call = [
+        *host,
+        f"--rdzv_endpoint={meeting}",
+        str(ROOT / "train_ddp.py"),
+        *[word for pair in flags.items() for word in pair],
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     screen = tmp_path / "screen"
     with open(screen, "w") as file:

@@ -13,7 +13,16 @@ from harness import ROOT, run_ranks
 
 import ring_allreduce
 from flags import UserError
-from ring_allreduce import DTYPES, FLOATS, PIECE_BYTES, central_all_reduce, extra_bytes, fit_link, ring_all_reduce, ring_plan
+from ring_allreduce import (
+    DTYPES,
+    FLOATS,
+    PIECE_BYTES,
+    central_all_reduce,
+    extra_bytes,
+    fit_link,
+    ring_all_reduce,
+    ring_plan,
+)
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -22,7 +31,9 @@ def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Different on every rank; integers over their whole range, so that sums overflow."""
     rng = torch.Generator().manual_seed(1000 * rank + numel)
     if dtype in FLOATS:
-        return torch.randn(numel, generator=rng, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+        return torch.randn(numel, generator=rng, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(
+            dtype
+        )
     info = torch.iinfo(torch.uint8 if dtype == torch.bool else dtype)
     return (
         torch.randint(info.min, info.max, (numel,), generator=rng, dtype=torch.int64)
@@ -49,13 +60,19 @@ def all_cases(rank: int, N: int) -> list:
     seen = []
     ways = {"ring": ring_all_reduce, "central": central_all_reduce}
     ways |= {
-        f"ring {n}": lambda x, op, both=both: ring_all_reduce(x, op, both_ways=both) for n, both in (("one way", False), ("both", True))
+        f"ring {n}": lambda x, op, both=both: ring_all_reduce(x, op, both_ways=both)
+        for n, both in (("one way", False), ("both", True))
     }
     cases = [
-        (N + 1, dtype, op) for dtype in DTYPES for op in OPS if allowed(dtype, op) and (N < 5 or op == "sum" or dtype == torch.float32)
+        (N + 1, dtype, op)
+        for dtype in DTYPES
+        for op in OPS
+        if allowed(dtype, op) and (N < 5 or op == "sum" or dtype == torch.float32)
     ]
     cases += [
-        (numel, dtype, "sum") for numel in (0, 1, N - 1, N, 1000, 1_000_003) for dtype in (torch.float32, torch.bfloat16, torch.int32)
+        (numel, dtype, "sum")
+        for numel in (0, 1, N - 1, N, 1000, 1_000_003)
+        for dtype in (torch.float32, torch.bfloat16, torch.int32)
     ]
     for k, (numel, dtype, op) in enumerate(cases):
         source = numbers(rank, numel, dtype)
@@ -136,7 +153,9 @@ def test_equals_torch(N: int) -> None:
     first, *others = run_ranks(N, all_cases, N, timeout=180)
     assert len(first) > 50
     for rank, other in enumerate(others, 1):
-        assert other == first, f"rank {rank} holds other bits than rank 0: {[a[0] for a, b in zip(other, first, strict=True) if a != b]}"
+        assert other == first, (
+            f"rank {rank} holds other bits than rank 0: {[a[0] for a, b in zip(other, first, strict=True) if a != b]}"
+        )
 
 
 def narrow_sums(rank: int) -> list:
@@ -196,7 +215,12 @@ def test_plans(N: int, both: bool) -> None:
 def scratch_made(rank: int, N: int) -> list[tuple[int, int]]:
     """Bytes of receive buffers that one call made, and what extra_bytes says it would."""
     found = []
-    for numel, dtype in ((1000, torch.float32), (1_000_003, torch.float64), (40_000_000 // N, torch.float32), (5000, torch.bfloat16)):
+    for numel, dtype in (
+        (1000, torch.float32),
+        (1_000_003, torch.float64),
+        (40_000_000 // N, torch.float32),
+        (5000, torch.bfloat16),
+    ):
         ring_allreduce.SCRATCH.clear()
         partials = dtype == torch.bfloat16
         ring_all_reduce(torch.ones(numel, dtype=dtype), fp32_partials=partials)
@@ -223,7 +247,11 @@ def test_fit_finds_the_link() -> None:
 def run(*args: str, launcher: tuple = ()) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "ring_allreduce.py"), *args], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, *launcher, str(ROOT / "ring_allreduce.py"), *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 

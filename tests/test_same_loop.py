@@ -14,7 +14,12 @@ from harness import ROOT, run_ranks, toy_files, train
 import train_ddp
 from model import GPT
 
-SCRIPTS = {"train_ddp": "ddp", "train_zero": "zero", "train_tp": "tp", "train_pipe": "pipe"}  # script -> its strategy object
+SCRIPTS = {
+    "train_ddp": "ddp",
+    "train_zero": "zero",
+    "train_tp": "tp",
+    "train_pipe": "pipe",
+}  # script -> its strategy object
 # evaluate() gets the strategy where the model's own forward is not enough
 CALLS = r"\b(ddp|zero|tp|pipe)(?=\.|, scaler\))|(?<=evaluate\(run, )\w+(?=\))"
 
@@ -23,7 +28,9 @@ def same_blocks(script: str) -> list[list[str]]:
     """The lines between the marker comments, with the strategy object's name normalised."""
     text = (ROOT / f"{script}.py").read_text()
     blocks = re.findall(r"^ *# \[same in every train_\*\.py\n(.*?)^ *# same\]$", text, re.M | re.S)
-    assert text.count("# [same in every train_*.py") == text.count("# same]") == len(blocks), f"{script}: a marker has no partner"
+    assert text.count("# [same in every train_*.py") == text.count("# same]") == len(blocks), (
+        f"{script}: a marker has no partner"
+    )
     return [re.sub(CALLS, "strategy", block).splitlines() for block in blocks]
 
 
@@ -50,7 +57,11 @@ def test_the_run_of_ddp_and_zero_differs_in_a_few_lines():
 def test_idea_and_run_are_told_apart(script):
     """Each script has the two headings, in this order, and a marked loop behind the second."""
     text = (ROOT / f"{script}.py").read_text()
-    idea, run, loop = text.find("# --- the idea"), text.find("# --- the run ---"), text.find("for step in range(start, cfg.steps)")
+    idea, run, loop = (
+        text.find("# --- the idea"),
+        text.find("# --- the run ---"),
+        text.find("for step in range(start, cfg.steps)"),
+    )
     assert 0 < idea < run < loop
 
 
@@ -71,7 +82,9 @@ def test_main_leaves_nothing_behind(script, tmp_path):
 
 def compiled(rank, folder):
     torch._dynamo.config.recompile_limit = 1
-    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")  # traced, but no code is generated
+    torch.nn.Module.compile = functools.partialmethod(
+        torch.nn.Module.compile, backend="eager"
+    )  # traced, but no code is generated
     torch.compile = functools.partial(torch.compile, backend="eager")
     flags = {"compile": True, "steps": 1, "save_every": 0}
     return train(rank, "train_ddp", folder, {f"of {T}": flags | {"seq_len": T} for T in (16, 32)})
@@ -86,7 +99,15 @@ def test_each_run_compiles_for_itself(tmp_path):
 def alone_then_together(rank, folder):
     """Two runs on rank 0 alone, one on rank 1, then one on both."""
     groups = [dist.new_group([0]), dist.new_group([1])]
-    flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", global_batch=12, micro_batch=3, steps=1, eval_every=0)
+    flags = dict(
+        model=f"{folder}/toy.json",
+        data=f"{folder}/plain",
+        device="cpu",
+        global_batch=12,
+        micro_batch=3,
+        steps=1,
+        eval_every=0,
+    )
     for i in range(2 - rank):
         train_ddp.main(train_ddp.Config(**flags, out=f"{folder}/{rank}{i}"), groups[rank])
     return len(train_ddp.main(train_ddp.Config(**flags, out=f"{folder}/both")))
@@ -103,8 +124,17 @@ def two_ways(rank, script, folder, together):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if together else [None, None]
     found = {}
     for seed in [rank // 2] if together else [0, 1]:
-        flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3)
-        flags |= dict(steps=5, workers=0, eval_every=0, save_every=0, tie=True, seed=seed, out=f"{folder}/{together}{seed}")
+        flags = dict(
+            model=f"{folder}/toy.json",
+            data=f"{folder}/plain",
+            device="cpu",
+            dtype="float64",
+            global_batch=12,
+            micro_batch=3,
+        )
+        flags |= dict(
+            steps=5, workers=0, eval_every=0, save_every=0, tie=True, seed=seed, out=f"{folder}/{together}{seed}"
+        )
         found[seed] = [row["loss"] for row in module.main(module.Config(**flags), groups[seed])]
     return found
 

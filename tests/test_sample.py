@@ -25,7 +25,9 @@ def runs(tmp_path_factory):
     (folder / "corpus.txt").write_text("".join(f"Zeile {i}: häßlich ist {i * i}.\n" for i in range(300)))
     prepare.prepare(str(folder / "corpus"), [str(folder / "corpus.txt")], workers=1)
     flags = dict(dtype="float32", steps=20, lr=1e-2, save_every=10)
-    run_ranks(1, train, "train_ddp", str(folder), {"text": flags | {"data": f"{folder}/corpus"}, "ids": flags | {"steps": 1}})
+    run_ranks(
+        1, train, "train_ddp", str(folder), {"text": flags | {"data": f"{folder}/corpus"}, "ids": flags | {"steps": 1}}
+    )
     yield folder
 
 
@@ -55,7 +57,9 @@ def test_greedy_text_is_the_uncached_models(model):
             context, ids = (seq + [int(model(torch.tensor([context]))[0, -1].argmax())] for seq in (context, ids))
     assert list(generate(model, [1, 2, 3], Config(tokens=60, temperature=0), ALL, None)) == ids[3:]
     long = list(range(100))  # a prompt longer than the context counts with its end
-    assert [*generate(model, long, Config(tokens=9), ALL, None)] == [*generate(model, long[-16:], Config(tokens=9), ALL, None)]
+    assert [*generate(model, long, Config(tokens=9), ALL, None)] == [
+        *generate(model, long[-16:], Config(tokens=9), ALL, None)
+    ]
 
 
 def test_draws(model):
@@ -94,7 +98,11 @@ def test_command_line(runs):
     flags = ("--prompt", "Zeile ä", "--tokens", "60", "--temperature", "4", "--top-k", "0")
     code, text, errors = run(runs / "text", *flags)  # so hot that ids over the tokenizer's 256 would come up
     assert (code, errors) == (0, "") and text.startswith("Zeile ä") and len(text) > 20
-    assert run(steps(runs / "text/ckpt")[-1], *flags) == (0, text, "")  # the newest step is what a run folder means; same seed, same text
+    assert run(steps(runs / "text/ckpt")[-1], *flags) == (
+        0,
+        text,
+        "",
+    )  # the newest step is what a run folder means; same seed, same text
     assert run(steps(runs / "text/ckpt")[0], *flags)[1] != text
     to_hf(find_checkpoint(runs / "text"), runs / "hf", "float32")
     assert run(runs / "hf", *flags) == (0, text, "")
@@ -105,7 +113,10 @@ def test_command_line(runs):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["{}/ids", "--prompt", "5 300"], "no tokenizer is known for {}/ids/ckpt/step_00000001: --prompt takes ids from 0 to 299"),
+        (
+            ["{}/ids", "--prompt", "5 300"],
+            "no tokenizer is known for {}/ids/ckpt/step_00000001: --prompt takes ids from 0 to 299",
+        ),
         (["{}/corpus.txt"], "{}/corpus.txt is no run folder, no checkpoint"),
     ],
 )

@@ -21,7 +21,10 @@ def variants(folder, world_size):
     share = 12 // world_size
     filled = {"{folder}/masked": f"{folder}/masked", "share": share}
     usual = {"micro_batch": share // 2 if share % 2 == 0 else 1}
-    return {name: usual | {flag: filled.get(value, value) for flag, value in flags.items()} for name, flags in VARIANTS.items()}
+    return {
+        name: usual | {flag: filled.get(value, value) for flag, value in flags.items()}
+        for name, flags in VARIANTS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,10 @@ def reference(tmp_path_factory):
     """One process, one micro-batch of the whole global batch."""
     folder = tmp_path_factory.mktemp("one")
     toy_files(folder)
-    flags = {k: v | {"micro_batch": 12, "allreduce": "torch", "overlap": True, "recompute": "none"} for k, v in variants(folder, 1).items()}
+    flags = {
+        k: v | {"micro_batch": 12, "allreduce": "torch", "overlap": True, "recompute": "none"}
+        for k, v in variants(folder, 1).items()
+    }
     rows = run_ranks(1, train, "train_ddp", str(folder), flags, timeout=300)[0]
     return {name: (rows[name], final_weights(folder / name)) for name in flags}
 
@@ -41,4 +47,6 @@ def test_parity(world_size, reference, tmp_path):
     for name, (rows, weights) in reference.items():
         assert_follows(results[0][name], rows, final_weights(tmp_path / name), weights, 1e-9)
         for other in results[1:]:  # one loss and one norm, the same bits on every rank
-            assert [(r["loss"], r["grad_norm"]) for r in other[name]] == [(r["loss"], r["grad_norm"]) for r in results[0][name]]
+            assert [(r["loss"], r["grad_norm"]) for r in other[name]] == [
+                (r["loss"], r["grad_norm"]) for r in results[0][name]
+            ]

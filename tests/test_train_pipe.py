@@ -44,7 +44,9 @@ def test_schedule():
             assert most_in_flight(order) == most[name]
         rows = timeline(name, stages, m, chunks)
         assert [[step[1:] for step in row] for row in rows] == orders
-        starts = {(op, n // m * stages + s, n % m): start for s, row in enumerate(rows) for start, op, n in row}  # by part of the model
+        starts = {
+            (op, n // m * stages + s, n % m): start for s, row in enumerate(rows) for start, op, n in row
+        }  # by part of the model
         for (op, part, micro), start in starts.items():
             if op == "F" and part:
                 assert start >= starts["F", part - 1, micro] + 1
@@ -54,7 +56,9 @@ def test_schedule():
 
 
 def test_timeline_finds_a_deadlock(monkeypatch):
-    monkeypatch.setattr(train_pipe, "schedule", lambda name, s, *sizes: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)])
+    monkeypatch.setattr(
+        train_pipe, "schedule", lambda name, s, *sizes: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)]
+    )
     with pytest.raises(ValueError, match="every stage waits"):
         timeline("1f1b", 2, 1)
 
@@ -147,10 +151,14 @@ def test_every_parameter_has_its_stage(tie):
         held = [stage_units(cfg, [part]) for part in cut(cfg, stages)]
         for name in (name for names in unit_shapes(cfg).values() for name in names):
             where = [s for s, units in enumerate(held) if any(name in names for names in units.values())]
-            assert where == ([0, stages - 1] if tie and name == "tok_emb.weight" and stages > 1 else where[:1]) and where
+            assert (
+                where == ([0, stages - 1] if tie and name == "tok_emb.weight" and stages > 1 else where[:1]) and where
+            )
 
 
-@pytest.mark.parametrize("by_hand", ["7", "3,3", "4,4", "7,0", "8,-1", "a,b", "3;4", "3,3,1", "4,3,", "3.2,3.8", "4.5,3"])
+@pytest.mark.parametrize(
+    "by_hand", ["7", "3,3", "4,4", "7,0", "8,-1", "a,b", "3;4", "3,3,1", "4,3,", "3.2,3.8", "4.5,3"]
+)
 def test_wrong_cut_is_refused(by_hand):
     assert [len(part) / 2 for part in cut(config(LAYERS), 2, 1, "4,3")] == [4, 3]
     assert [len(part) / 2 for part in cut(config(LAYERS), 2, 1, "3.5,3.5")] == [3.5, 3.5]
@@ -168,10 +176,18 @@ def command(*flags):
 def test_command_line(tmp_path):
     toy_files(tmp_path)
     done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
-    assert done.returncode == 0 and done.stdout == f"{draw('gpipe', 3, 6)}\n{draw('1f1b', 3, 6)}\n{draw('interleaved', 3, 6, 2)}\n"
+    assert (
+        done.returncode == 0
+        and done.stdout == f"{draw('gpipe', 3, 6)}\n{draw('1f1b', 3, 6)}\n{draw('interleaved', 3, 6, 2)}\n"
+    )
     done = command("--draw", "--global-batch", "2", "--micro-batch", "4")
-    assert (done.returncode, done.stderr) == (2, "error: --draw of 4 stages, 0 micro-batches, 2 chunks: allowed is 1 or more\n")
-    done = command("--pp", "2", "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --draw of 4 stages, 0 micro-batches, 2 chunks: allowed is 1 or more\n",
+    )
+    done = command(
+        "--pp", "2", "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run"
+    )
     assert (done.returncode, done.stderr) == (2, "error: tp*pp=2 does not divide the world of 1 ranks\n")
 
 
@@ -181,7 +197,14 @@ VARIANTS = {
     "plain": {"micro_batch": 3},
     "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand"},
     "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
-    "gpipe": {"schedule": "gpipe", "data": "masked", "dropout": 0.1, "micro_batch": 3, "recompute": "full", "steps": 20},
+    "gpipe": {
+        "schedule": "gpipe",
+        "data": "masked",
+        "dropout": 0.1,
+        "micro_batch": 3,
+        "recompute": "full",
+        "steps": 20,
+    },
     "no overlap": {"overlap": False, "micro_batch": 6, "steps": 10},
     "tied, interleaved": {"schedule": "interleaved", "data": "masked", "tie": True, "dropout": 0.1, "eval_every": 7},
 }
@@ -191,7 +214,9 @@ COUNTS = [f"{name} {m}" for m in range(1, 9) for name in ("gpipe", "1f1b")]  # m
 def files(folder):
     """toy_files, and a val split beside both corpora."""
     toy_files(folder, n_layer=LAYERS)
-    (folder / "val.jsonl").write_text("".join(json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400)))
+    (folder / "val.jsonl").write_text(
+        "".join(json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400))
+    )
     prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
 
 
@@ -208,7 +233,10 @@ def flags(folder, pp, dp, reference=False):
     hand = {1: "7", 2: "2.5,4.5", 3: "1,1.5,4.5", 4: "4,1,1,1"}[pp]
     found = {name: dict(more) for name, more in VARIANTS.items()}
     if reference or pp > 2:
-        found |= {c: {"schedule": c.split()[0], "global_batch": 2 * int(c.split()[1]), "micro_batch": 2, "steps": 2} for c in COUNTS}
+        found |= {
+            c: {"schedule": c.split()[0], "global_batch": 2 * int(c.split()[1]), "micro_batch": 2, "steps": 2}
+            for c in COUNTS
+        }
     for name, more in found.items():
         more["data"] = f"{folder}/{more.get('data', 'plain')}"
         if name in COUNTS:
@@ -229,7 +257,9 @@ def flags(folder, pp, dp, reference=False):
 def digests(buckets):
     """Unit -> hash of everything an update touches."""
     return {
-        unit: hashlib.sha256(b"".join(t.numpy().tobytes() for t in (b.master, b.exp_avg, b.exp_avg_sq, b.weights))).hexdigest()
+        unit: hashlib.sha256(
+            b"".join(t.numpy().tobytes() for t in (b.master, b.exp_avg, b.exp_avg_sq, b.weights))
+        ).hexdigest()
         for unit, b in buckets.items()
     }
 
@@ -281,10 +311,14 @@ def test_parity(pp, dp, reference, tmp_path):
         val = {r["step"]: r["val_loss"] for r in rows[name] if "val_loss" in r}
         assert len(val) == 8
         for result in results:
-            assert {r["step"]: r["val_loss"] for r in result[name][0] if "val_loss" in r} == pytest.approx(val, rel=1e-9)
+            assert {r["step"]: r["val_loss"] for r in result[name][0] if "val_loss" in r} == pytest.approx(
+                val, rel=1e-9
+            )
     for name in (*VARIANTS, *counts):
         for result in results:  # one loss and one norm, the same bits on every rank
-            assert [(r["loss"], r["grad_norm"]) for r in result[name][0]] == [(r["loss"], r["grad_norm"]) for r in results[0][name][0]]
+            assert [(r["loss"], r["grad_norm"]) for r in result[name][0]] == [
+                (r["loss"], r["grad_norm"]) for r in results[0][name][0]
+            ]
             predicted, counted = result[name][2]
             sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
             assert {op: (len(s), sum(s)) for op, s in sizes.items()} == counted
@@ -313,7 +347,9 @@ def resumed(rank, folder, out, source, steps, kind):
 
     setattr(module, name, Loaded)
     more = {"resume": source} if source else {}
-    rows = train(rank, f"train_{kind}", folder, {out: {"tie": True, "micro_batch": 3, "steps": steps, "min_lr": 1e-3} | more})[out]
+    rows = train(
+        rank, f"train_{kind}", folder, {out: {"tie": True, "micro_batch": 3, "steps": steps, "min_lr": 1e-3} | more}
+    )[out]
     setattr(module, name, real)
     return loaded, rows
 
@@ -357,7 +393,9 @@ def test_any_layout_resumes_any(tmp_path):
     run_ranks(3, chain, f, runs, 0, timeout=60)
     for name, tensor in final_weights(tmp_path / "whole").items():
         assert torch.equal(tensor, final_weights(tmp_path / "half")[name]), name
-    back, rows = run_ranks(1, resumed, f, "d", ckpt("b", 8), 12, "ddp", timeout=60)[0]  # and every tensor back into one process
+    back, rows = run_ranks(1, resumed, f, "d", ckpt("b", 8), 12, "ddp", timeout=60)[
+        0
+    ]  # and every tensor back into one process
     b = final_weights(tmp_path / "b")
     assert back.keys() == b.keys() and all(torch.equal(back[name], b[name]) for name in b)
     assert_follows(rows, one[0][8:12], {}, {}, 1e-9)
@@ -419,4 +457,6 @@ def test_an_error_on_the_middle_stage_ends_the_job(tmp_path):
     assert done.returncode != 0 and time.time() - began < 50  # far from --hang-timeout
     assert "RuntimeError: the middle stage is out of luck" in done.stderr
     for rank in (0, 2):
-        assert f"rank {rank} stopped because rank 1 failed: RuntimeError: the middle stage is out of luck" in done.stderr
+        assert (
+            f"rank {rank} stopped because rank 1 failed: RuntimeError: the middle stage is out of luck" in done.stderr
+        )

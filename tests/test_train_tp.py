@@ -160,7 +160,9 @@ def reference(tmp_path_factory):
     """train_ddp in one process, the whole batch in one micro-batch -> kind: (rows, final state), and the folder."""
     folder = tmp_path_factory.mktemp("one")
     files(folder)
-    rows = run_ranks(1, reference_run, str(folder), flags_of(folder, {k: {"micro_batch": 12} for k in KINDS}), timeout=200)[0]
+    rows = run_ranks(
+        1, reference_run, str(folder), flags_of(folder, {k: {"micro_batch": 12} for k in KINDS}), timeout=200
+    )[0]
     return {kind: (rows[kind], final_weights(folder / kind)) for kind in KINDS} | {"folder": folder}
 
 
@@ -172,14 +174,18 @@ def test_parity(world_size, variants, reference, tmp_path):
         rows, weights = reference[kind_of(name)]
         assert_follows(results[0][name][0], rows, final_weights(tmp_path / name), weights, 1e-9)
         ours, theirs = ([r["val_loss"] for r in some if "val_loss" in r] for some in (results[0][name][0], rows))
-        assert ours == pytest.approx(theirs, abs=1e-9, rel=0) and len(ours) == (2 if name.startswith("evaluated") else 0)
+        assert ours == pytest.approx(theirs, abs=1e-9, rel=0) and len(ours) == (
+            2 if name.startswith("evaluated") else 0
+        )
         ranks = [result[name] for result in results]
         first_slices = {team_rank: first for _, (_, team_rank), first, _ in ranks}
         assert len(set(first_slices.values())) == len(first_slices)  # no two ranks of a team begin with the same slice
         units = len(ranks[0][3][0])
         for rank_rows, (_, team_rank), first, digests in ranks:
             # one loss and one norm everywhere, the same bits; and so the norms and their moments, after every update
-            assert [(r["loss"], r["grad_norm"]) for r in rank_rows] == [(r["loss"], r["grad_norm"]) for r in ranks[0][0]]
+            assert [(r["loss"], r["grad_norm"]) for r in rank_rows] == [
+                (r["loss"], r["grad_norm"]) for r in ranks[0][0]
+            ]
             assert [d[1] for d in digests] == [d[1] for d in ranks[0][3]] and len(digests) == len(rows)
             # replicas hold the same slices, bit for bit
             assert first == first_slices[team_rank]
@@ -199,7 +205,14 @@ def relay(rank, folder, source):
     """Load a checkpoint under one layout and save it again at once, load that under the next, ..."""
     layouts = {"tp 4": train_tp.Config(tp=4), "2 x 2": train_tp.Config(tp=2), "ddp": train_ddp.Config()}
     for out, cfg in layouts.items():
-        flags = dict(model=f"{folder}/toy.json", data=f"{folder}/plain", device="cpu", dtype="float64", global_batch=12, micro_batch=3)
+        flags = dict(
+            model=f"{folder}/toy.json",
+            data=f"{folder}/plain",
+            device="cpu",
+            dtype="float64",
+            global_batch=12,
+            micro_batch=3,
+        )
         cfg = dataclasses.replace(cfg, out=f"{folder}/{out}", steps=50, resume=source, **flags)
         if isinstance(cfg, train_tp.Config):
             run = launch.start(cfg, "train_tp", model_parallel=cfg.tp)
@@ -230,14 +243,18 @@ def test_any_layout_to_any_layout(reference, tmp_path):
 def halves(rank, folder):
     flags = {"micro_batch": 6, "dropout": 0.1, "save_every": 5, "steps": 10}
     straight = train(rank, "train_tp", folder, {"straight": flags})["straight"]
-    resumed = train(rank, "train_tp", folder, {"resumed": flags | {"resume": f"{folder}/straight/ckpt/step_{5:08d}"}})["resumed"]
+    resumed = train(rank, "train_tp", folder, {"resumed": flags | {"resume": f"{folder}/straight/ckpt/step_{5:08d}"}})[
+        "resumed"
+    ]
     return straight, resumed
 
 
 def test_resume_is_bit_equal(tmp_path):
     toy_files(tmp_path, **HEADS)
     straight, resumed = run_ranks(2, halves, str(tmp_path), timeout=100)[0]
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in straight[5:]] == [(r["step"], r["loss"], r["grad_norm"]) for r in resumed]
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in straight[5:]] == [
+        (r["step"], r["loss"], r["grad_norm"]) for r in resumed
+    ]
     a, b = final_weights(tmp_path / "straight"), final_weights(tmp_path / "resumed")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -289,7 +306,12 @@ def sub_group(rank, folder):
     group = dist.new_group([0, 1])
     if rank < 2:
         flags = dict(
-            model=f"{folder}/world/toy.json", data=f"{folder}/plain", out=f"{folder}/sub", device="cpu", dtype="float64", workers=0
+            model=f"{folder}/world/toy.json",
+            data=f"{folder}/plain",
+            out=f"{folder}/sub",
+            device="cpu",
+            dtype="float64",
+            workers=0,
         )
         cfg = train_tp.Config(global_batch=12, micro_batch=6, steps=2, lr=1e-3, warmup_steps=5, clip=0.1, **flags)
         return [(r["loss"], r["grad_norm"]) for r in train_tp.main(cfg, group)]
@@ -307,7 +329,10 @@ def test_refusals(reference, tmp_path):
     for name, text in results[0].items():
         if name == "sub-group":
             continue
-        assert text and all(r[name] == text for r in results), (name, [r[name] for r in results])  # the same on every rank
+        assert text and all(r[name] == text for r in results), (
+            name,
+            [r[name] for r in results],
+        )  # the same on every rank
     rows = [(r["loss"], r["grad_norm"]) for r in reference["plain"][0][:2]]
     torch.testing.assert_close(torch.tensor(results[0]["sub-group"]), torch.tensor(rows), rtol=0, atol=1e-9)
     assert results[0]["sub-group"] == results[1]["sub-group"] and results[2]["sub-group"] is None

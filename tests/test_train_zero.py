@@ -53,7 +53,8 @@ def reference(tmp_path_factory):
         folder = tmp_path_factory.mktemp("one")
         toy_files(folder)
         flags = {
-            k: v | {"data": f"{folder}/{v.get('data', 'plain')}", "micro_batch": batch, "global_batch": batch} for k, v in KINDS.items()
+            k: v | {"data": f"{folder}/{v.get('data', 'plain')}", "micro_batch": batch, "global_batch": batch}
+            for k, v in KINDS.items()
         }
         for flag in flags.values():
             flag |= {"steps": 10} if batch == 14 else {}
@@ -71,13 +72,31 @@ def test_parity(world_size, reference, tmp_path):
         rows, weights = reference[flags[name]["global_batch"]][name.split(", stage")[0]]
         assert_follows(results[0][name], rows, final_weights(tmp_path / name), weights, 1e-9)
         for other in results[1:]:
-            assert [(r["loss"], r["grad_norm"]) for r in other[name]] == [(r["loss"], r["grad_norm"]) for r in results[0][name]]
+            assert [(r["loss"], r["grad_norm"]) for r in other[name]] == [
+                (r["loss"], r["grad_norm"]) for r in results[0][name]
+            ]
 
 
 def plan(stage, world_size, accum):
     """predict() for 6b in bf16 on so many ranks: per-parameter bytes held, and handed over by collective."""
     cfg = train_zero.Config(stage=stage, micro_batch=1, dtype="bfloat16")
-    run = Run(cfg, 0, world_size, torch.device("cpu"), torch.bfloat16, None, None, SIZES["6b"], None, None, world_size, 0, accum, None, "")
+    run = Run(
+        cfg,
+        0,
+        world_size,
+        torch.device("cpu"),
+        torch.bfloat16,
+        None,
+        None,
+        SIZES["6b"],
+        None,
+        None,
+        world_size,
+        0,
+        accum,
+        None,
+        "",
+    )
     memory, traffic = train_zero.predict(run)
     P = n_params(run.model_cfg)
     held = sum(memory[term] for term in ("compute weights", "gradients", "master weights", "moments")) / P
@@ -104,7 +123,9 @@ def test_docstring_table(stage):
         assert f"{expected:g}" in numbers
     for op, expected in handed.items():
         factor = float(expected.split()[0]) * (accum if "A" in expected else 1)
-        assert plan(stage, 8, accum)[1][op] == pytest.approx(factor, rel=0.07)  # 0.07: what stage 3 need not gather again
+        assert plan(stage, 8, accum)[1][op] == pytest.approx(
+            factor, rel=0.07
+        )  # 0.07: what stage 3 need not gather again
         assert re.search(rf"\s{expected}(\s|$)", line)
 
 
