@@ -22,7 +22,7 @@ strategy() { # a line per strategy; one whose script is not there is left out
     zero2-offload) echo train_zero.py --stage 2 --offload optimizer ;;
     tp) echo train_tp.py ;;
     pipe) echo train_pipe.py ;;
-    compute-only) echo bench_table.py compute-only ;;
+    compute-only) echo support/bench_table.py compute-only ;;
     *) return 1 ;;
     esac
 }
@@ -62,8 +62,8 @@ failed=0 child='' tried=''
 finish() { # on every way out: what was measured so far is a table
     if [ -n "$child" ]; then kill "$child" 2>/dev/null && wait "$child"; fi
     echo
-    "$PYTHON" bench_table.py table "$file" || failed=1
-    [ -f "$file" ] && "$PYTHON" bench_table.py picture "$file" "$PICTURE" && echo "rows: $file, picture: $PICTURE"
+    "$PYTHON" -m support.bench_table table "$file" || failed=1
+    [ -f "$file" ] && "$PYTHON" -m support.bench_table picture "$file" "$PICTURE" && echo "rows: $file, picture: $PICTURE"
     exit $failed
 }
 trap finish EXIT
@@ -97,12 +97,12 @@ cell() { # cell STRATEGY GPUS FLAGS...: one row of the file or one line that say
     flags=(--model "$MODEL" --global-batch "$GLOBAL_BATCH" ${micro:+--micro-batch "$micro"} --device $device --steps 8
         --eval-every 0 --save-every 0 --log-every 1 --lr 1e-5 "$@") # so small that the losses of all strategies stay together
     command="$shown ${script[*]} ${flags[*]}"
-    "$PYTHON" bench_table.py has "$file" "$command" && { echo "kept      $name on $n"; return 0; }
+    "$PYTHON" -m support.bench_table has "$file" "$command" && { echo "kept      $name on $n"; return 0; }
     out=$OUT/$model-$name-$n
     rm -rf "$out"
     limited "$out.txt" "${launcher[@]}" "${script[@]}" "${flags[@]}" --out "$out"
     code=$?
-    if [ $code -eq 0 ] && "$PYTHON" bench_table.py row "$file" "$name" "$n" "$out" "$command"; then
+    if [ $code -eq 0 ] && "$PYTHON" -m support.bench_table row "$file" "$name" "$n" "$out" "$command"; then
         echo "measured  $name on $n: $(grep -a '^step ' "$out.txt" | tail -1)"
         return 0
     fi

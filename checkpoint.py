@@ -50,8 +50,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from flags import UserError, run_cli
-from meter import at
+from support.flags import UserError, run_cli
+from support.meter import at
 
 FORMAT = 1
 ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and a DMA engine likes it

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flags import UserError, accumulation, run_cli
-from meter import at
+from support.flags import UserError, accumulation, run_cli
+from support.meter import at
 
 FORMAT = 1  # of a prepared folder
 LLMC = {
@@ -363,7 +363,7 @@ def show(
     tokens, samples = open_tokens(path), []
     n_windows = tokens.n_windows(seq_len)
     if text:
-        from prepare import load_tokenizer
+        from support.prepare import load_tokenizer
 
         encoding = load_tokenizer(tokens.tokenizer)
     for rank in range(world):
@@ -386,7 +386,7 @@ def show(
 
 
 def main() -> None:
-    import prepare  # here: it reads ids with what is above
+    from support import prepare  # here: it reads ids with what is above
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)

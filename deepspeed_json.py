@@ -22,7 +22,7 @@ import difflib
 import json
 from pathlib import Path
 
-from flags import UserError, run_cli
+from support.flags import UserError, run_cli
 
 AUTO = "auto"
 USE = object()

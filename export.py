@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from checkpoint import Piece, describe, fsync, read_boxes, read_index, read_meta, steps, verify, whole_piece
-from flags import UserError, run_cli
+from support.flags import UserError, run_cli
 from model import ModelConfig, load_config, param_shapes
-from prepare import load_tokenizer
+from support.prepare import load_tokenizer
 
 FILE_BYTES = 5_000_000_000  # of tensors in one file: what an export needs in host memory, and the size the hub asks for
 OUTER = {"tok_emb": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}

@@ -39,10 +39,10 @@ import torch.distributed as dist
 from checkpoint import describe, read_meta, steps
 from data import Tokens, has_val, open_tokens
 from export import find_checkpoint, load_hf
-from flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
-from meter import drop_rows, running, say
+from support.flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
+from support.meter import drop_rows, running, say
 from model import SIZES, ModelConfig, check_config, flops_per_token, load_config, n_params
-from prepare import ensure_corpus, stdlib_corpus
+from support.prepare import ensure_corpus, stdlib_corpus
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

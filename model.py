@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flags import UserError
+from support.flags import UserError
 
 IGNORE = -1  # a target with this id does not count in the loss
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from checkpoint import Piece, flat_piece
-from flags import UserError
-from meter import say
+from support.flags import UserError
+from support.meter import say
 
 
 def lr_at(update: int, cfg) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flags import UserError
+from support.flags import UserError
 from launch import Run
 
 

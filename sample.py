@@ -23,10 +23,10 @@ from torch import Tensor
 
 from checkpoint import whole_piece
 from export import find_checkpoint, load_hf, open_checkpoint, tokenizer_of
-from flags import UserError, parse_flags, print_help, run_cli
+from support.flags import UserError, parse_flags, print_help, run_cli
 from launch import pick_device
 from model import GPT, check_config, load_config, mlp, param_shapes, rotate
-from prepare import encode_text, load_tokenizer
+from support.prepare import encode_text, load_tokenizer
 
 
 @dataclass

@@ -38,7 +38,7 @@ import launch
 from checkpoint import Checkpointer, Piece
 from data import Batches, val_batches
 from launch import Run
-from meter import Meter, at, say
+from support.meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce

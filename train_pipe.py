@@ -67,9 +67,9 @@ import launch
 import train_ddp
 from checkpoint import Checkpointer
 from data import Batches, val_batches
-from flags import UserError
+from support.flags import UserError
 from launch import Run
-from meter import Meter, at, say
+from support.meter import Meter, at, say
 from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, unit_shapes
 from optim import LossScaler, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine

@@ -51,9 +51,9 @@ import model as gpt
 import train_ddp
 from checkpoint import Checkpointer, Piece, slice_piece, whole_piece
 from data import Batches, val_batches
-from flags import UserError
+from support.flags import UserError
 from launch import Run, all_gather_single, reduce_scatter_single
-from meter import Meter, at, say
+from support.meter import Meter, at, say
 from model import (
     GPT,
     IGNORE,

@@ -59,7 +59,7 @@ from checkpoint import Checkpointer, Piece, host_memory
 from data import Batches, val_batches
 from deepspeed_json import read_deepspeed
 from launch import Run, all_gather_single
-from meter import Meter, at, say
+from support.meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine

@@ -11,7 +11,7 @@ import time
 import pytest
 from harness import ROOT, toy_files
 
-import bench_table
+from support import bench_table
 
 
 def start(folder, results="out", flags=(), **settings):

@@ -36,7 +36,7 @@ from checkpoint import (
     verify,
     whole_piece,
 )
-from flags import UserError
+from support.flags import UserError
 
 
 def full(step: int = 0) -> dict[str, torch.Tensor]:

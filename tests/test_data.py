@@ -19,8 +19,8 @@ import torch
 from harness import ROOT, run_ranks
 
 import data
-import prepare
-from flags import UserError
+from support import prepare
+from support.flags import UserError
 
 EOT = 256  # of the bytes tokenizer
 # Encodings of our own, found by tiktoken's plug-in mechanism: 256 bytes and every pair of bytes, so that ids pass 65,536
@@ -436,7 +436,7 @@ def test_one_line_of_100_mb_in_bounded_memory(tmp_path):
     words = b"the quick brown fox jumps over the lazy dog " * (100_000_000 // 44)
     write(tmp_path, a__txt=words, b__jsonl=b'{"text": "' + words + b'"}\n')
     code = (
-        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); from prepare import prepare\n"
+        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); from support.prepare import prepare\n"
         f"prepare({str(tmp_path / 'out')!r}, [{str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r}], tokenizer='pairs_gpt2')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
@@ -494,7 +494,7 @@ def test_the_default_corpus_is_made_once_for_each_state_of_the_library(tmp_path,
     prepare.ensure_corpus(path)
     assert os.stat(f"{path}/train.bin").st_mtime_ns == made and not capsys.readouterr().err
     copy = str(tmp_path / "two" / "stdlib")
-    call = [sys.executable, "-c", f"import prepare; prepare.ensure_corpus({copy!r})"]
+    call = [sys.executable, "-c", f"from support import prepare; prepare.ensure_corpus({copy!r})"]
     both = [
         subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]  # two jobs that start together

@@ -12,7 +12,7 @@ from harness import ROOT
 
 import deepspeed_json
 from deepspeed_json import RULES, USE, account, read_deepspeed
-from flags import Config, UserError
+from support.flags import Config, UserError
 
 EXAMPLE = ROOT / "examples" / "ds_zero2_offload.json"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -23,7 +23,7 @@ import train_ddp
 import train_pipe
 import train_tp
 import train_zero
-from flags import ELSEWHERE, UserError, accumulation, field_help, parse_flags, print_help
+from support.flags import ELSEWHERE, UserError, accumulation, field_help, parse_flags, print_help
 
 SCRIPTS = {"train_ddp": train_ddp, "train_zero": train_zero, "train_tp": train_tp, "train_pipe": train_pipe}
 RAW = 50257  # the vocabulary of a bare .bin file

@@ -8,9 +8,9 @@ import pytest
 import torch
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
-import prepare
-from flags import DTYPES, Config, UserError
-from meter import peak_flops
+from support import prepare
+from support.flags import DTYPES, Config, UserError
+from support.meter import peak_flops
 from model import GPT
 from optim import LossScaler, lr_at
 

@@ -14,8 +14,8 @@ import torch
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 
 import launch
-import prepare
-from flags import UserError
+from support import prepare
+from support.flags import UserError
 
 STEPS = 20  # of 12 sequences; the corpus has 40 windows: 3 1/3 steps an epoch, an epoch edge inside step 3, at the start of step 10
 
@@ -235,7 +235,7 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
 
 def test_learning_rate_never_rises_again():
     """H14: beyond --steps, which a resumed run may have lowered, the rate is --min-lr."""
-    from flags import Config
+    from support.flags import Config
     from optim import lr_at
 
     cfg = Config(lr=1e-3, min_lr=1e-4, warmup_steps=5, steps=20)

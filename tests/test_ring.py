@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import ROOT, run_ranks
 
 import ring_allreduce
-from flags import UserError
+from support.flags import UserError
 from ring_allreduce import (
     DTYPES,
     FLOATS,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from harness import ROOT, run_ranks, toy_files, train
 
-import prepare
+from support import prepare
 from checkpoint import steps
 from export import find_checkpoint, to_hf
-from flags import UserError
+from support.flags import UserError
 from sample import Config, forward_cached, generate, load_model, new_cache
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
 
-import prepare
+from support import prepare
 import train_ddp
 import train_pipe
-from flags import UserError
+from support.flags import UserError
 from model import SIZES, ModelConfig, flops_per_token, unit_shapes
 from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
 

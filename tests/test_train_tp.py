@@ -12,12 +12,12 @@ import torch.distributed as dist
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 import launch
-import prepare
+from support import prepare
 import train_ddp
 import train_tp
 from checkpoint import Checkpointer
-from flags import UserError
-from meter import COLLECTIVES, Meter
+from support.flags import UserError
+from support.meter import COLLECTIVES, Meter
 from model import SIZES
 from optim import LossScaler
 

@@ -12,9 +12,9 @@ from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, t
 import train_ddp
 import train_pipe
 import train_zero
-from flags import UserError
+from support.flags import UserError
 from launch import Run
-from meter import Meter, at
+from support.meter import Meter, at
 from model import SIZES, n_params
 
 KINDS = {

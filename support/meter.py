@@ -20,15 +20,13 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from flags import UserError
+from support.flags import UserError
+from support.run import Run
 
-if TYPE_CHECKING:
-    from launch import Run
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "send", "recv")
 PARTS = {  # operation -> part of the step's time
@@ -110,7 +108,7 @@ def peak_flops(name: str) -> float | None:
 class Meter:
     """Measures a run while it is entered; log() closes a step and returns its row, summary() closes the run."""
 
-    def __init__(self, run: "Run", flops_per_token: int):
+    def __init__(self, run: Run, flops_per_token: int):
         self.run, self.flops_per_token = run, flops_per_token
         self.cuda = run.device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(run.device)) if self.cuda else None

@@ -143,8 +143,8 @@ def compute_only(cfg, group=None) -> list[dict]:
     import torch
 
     import launch
-    from flags import UserError
-    from meter import Meter, at
+    from support.flags import UserError
+    from support.meter import Meter, at
     from model import GPT, flops_per_token, init_range, param_shapes
 
     if cfg.explain:

@@ -43,7 +43,7 @@ import tiktoken
 
 from checkpoint import fsync
 from data import FORMAT, raw_shard, read_meta
-from flags import UserError
+from support.flags import UserError
 
 SHARD_BYTES = 1 << 30
 PIECE = 1 << 18  # characters one thread encodes at a time: about 50 ms of work, small enough to bound memory
