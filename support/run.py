@@ -111,7 +111,9 @@ def make_group(
         dist.all_gather_object(counts, len(named), group=control)
         while len(named) < max(counts):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    for colour in dict.fromkeys(colours):  # all ranks make all of the groups: NCCL splits them off the job's communicator
+    for colour in dict.fromkeys(
+        colours
+    ):  # all ranks make all of the groups: NCCL splits them off the job's communicator
         members = [rank for rank, theirs in zip(ranks, colours) if theirs == colour]
         group = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=part)
         if dist.get_rank() in members:
