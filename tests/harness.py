@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 from support import meter
 from support import prepare
 
-# ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
+# ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's
+# time
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch.distributed.checkpoint", "torch._dynamo", "torch.optim.adamw", "tiktoken", "numpy"]
@@ -90,7 +91,10 @@ TOY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ff=88, vocab_size=61, 
 
 
 def toy_files(folder: Path, **model) -> None:
-    """toy.json (a model), plain/ and masked/ (corpora of 61 ids; in masked, 3 to 32 targets of a window count, in one window none)."""
+    """toy.json (a model), plain/ and masked/ (corpora of 61 ids.
+
+    In masked, 3 to 32 targets of a window count, in one window none).
+    """
     (folder / "toy.json").write_text(json.dumps(TOY | model))
     draw = np.random.default_rng(0)
     ids = (
@@ -105,16 +109,17 @@ def toy_files(folder: Path, **model) -> None:
 
 
 def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.summary) -> None:
-    """Meter.summary(), and in every run of every test the bytes and calls that were counted in its last step are those predicted."""
-    if self.step_traffic:
-        sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
-        counted = {op: traffic for op, traffic in self.step_traffic.items() if traffic[0]}
-        assert counted == {op: (len(s), sum(s)) for op, s in sizes.items()}, "counted is not what was predicted"
+    """Meter.summary(), and in every run of every test the bytes and calls that were counted are those predicted."""
+    for op, (expected, counted) in self.compare(predicted).items():
+        assert counted == expected, f"{op}: {counted} calls and bytes, predicted {expected}"
     summary(self, memory, predicted)
 
 
 def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dict[str, list[dict]]:
-    """Log rows of script.main for each named set of flags, one after the other in the same processes; run folders folder/NAME."""
+    """Log rows of script.main for each named set of flags, one after the other in the same processes.
+
+    Run folders folder/NAME.
+    """
     module = importlib.import_module(script)
     meter.Meter.summary = checked_summary
     rows = {}
