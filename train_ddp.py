@@ -34,18 +34,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launch
 from checkpoint import Checkpointer, Piece
 from data import Batches, val_batches
-from launch import Run
-from support.meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
+from support.flags import Config as SharedConfig
+from support.meter import Meter, at, say
+from support.resume import progress, resume, rng_state
+from support.run import Run
+from support.start import explain, run_script, say_if_stopped, start, stop_signal
 
 
 @dataclass
-class Config(launch.Config):
+class Config(SharedConfig):
     allreduce: Literal["torch", "ring", "central"] = (
         "torch"  # the backend's, or one of ring_allreduce.py, without overlap
     )
@@ -96,7 +98,7 @@ class DataParallel:
         group: dist.ProcessGroup | None = None,
         init: Callable = init_whole,
     ):
-        self.run, self.cfg, self.group = run, run.cfg, group or run.group
+        self.run, self.cfg, self.group = run, run.cfg, group or run.world
         me = weakref.proxy(
             self
         )  # the garbage collector does not see into hooks: held by them, all of this would outlive the run
@@ -234,7 +236,7 @@ def evaluate(run: Run, model: GPT) -> float:
         run.val_tokens,
         seq_len=cfg.seq_len,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         limit=cfg.eval_windows,
         vocab_size=cfg.vocab_size,
@@ -242,7 +244,7 @@ def evaluate(run: Run, model: GPT) -> float:
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
         total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
-    dist.all_reduce(total, group=run.group)
+    dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 
@@ -251,14 +253,14 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(cfg, __file__, group)
+    run = start(cfg, __file__, group)
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(run.wire_dtype)[6:]}")
     if cfg.explain:
-        launch.explain(run, memory, traffic)
-        return []
+        return explain(run, memory, traffic)
 
+    run.counts = True
     model = GPT(run.model_cfg, cfg.recompute)
     ddp = DataParallel(model, run)
     model.set_buffers(run.dtype, run.device)
@@ -268,16 +270,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # [same in every train_*.py
     scaler = LossScaler(cfg)
     saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
-    start, updates = launch.resume(run, saver, ddp, scaler)
+    first, updates = resume(run, saver, ddp, scaler)
     batches = Batches(
         run.tokens,
         seq_len=cfg.seq_len,
         global_batch=cfg.global_batch,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         seed=cfg.seed,
-        start_step=start,
+        start_step=first,
         steps=cfg.steps,
         workers=cfg.workers,
         device=run.device,
@@ -288,12 +290,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # same]
 
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
-        for step in range(start, cfg.steps):
+        for step in range(first, cfg.steps):
             facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
             scale = scaler.scale
             for micro in range(run.accum):
                 x, y, sample = batches.next()
-                launch.log_samples(run, step, sample)
                 ddp.first_micro, ddp.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
@@ -304,9 +305,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             ddp.finish()
 
             # [same in every train_*.py
-            facts[2] = launch.stop_signal()
+            facts[2] = stop_signal()
             with at("all_reduce", "loss, tokens, stop", facts.nbytes):
-                dist.all_reduce(facts, group=run.group)
+                dist.all_reduce(facts, group=run.world)
             loss_sum, n_valid, stop = facts.tolist()
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             lr = lr_at(updates, cfg)
@@ -330,16 +331,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, ddp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, ddp.pieces(), progress(run, updates, scaler), rng=rng_state(run))
             if stop:
                 break
         saver.wait()
         batches.close()
         meter.summary(memory, traffic)
-        launch.say_if_stopped(run, stop, step)
+        say_if_stopped(run, stop, step)
     return meter.rows
     # same]
 
 
 if __name__ == "__main__":
-    launch.run_script(main, Config, __doc__)
+    run_script(main, predict, Config, __doc__)

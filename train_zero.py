@@ -54,19 +54,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launch
 from checkpoint import Checkpointer, Piece, host_memory
 from data import Batches, val_batches
-from deepspeed_json import read_deepspeed
-from launch import Run, all_gather_single
-from support.meter import Meter, at, say
 from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token, init_range, unit_shapes
 from optim import FlatUnit, LossScaler, adamw_step, flat_unit, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine
+from support.flags import Config as SharedConfig
+from support.meter import Meter, at, say
+from support.resume import progress, resume, rng_state
+from support.run import Run
+from support.start import explain, run_script, say_if_stopped, start, stop_signal
+
+# torch 2.13 renamed the two; 2.11 has the old names only
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
-class Config(launch.Config):
+class Config(SharedConfig):
     stage: Literal[0, 1, 2, 3] = (
         2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, for comparison
     )
@@ -75,6 +79,10 @@ class Config(launch.Config):
         None  # stage 2, 3: move data by copy engines instead of NCCL's kernels [if all GPUs are on one host]
     )
     deepspeed: str = ""  # a DeepSpeed configuration file to take these settings from
+    scale_power: int = 16  # float16: the dynamic factor starts at 2 to this
+    scale_window: int = 1000  # float16: good steps before the factor doubles
+    scale_hysteresis: int = 1  # float16: overflows before it halves
+    scale_min: float = 1.0  # float16: never below this
 
 
 # --- the idea ---------------------------------------------------------------------------------------------------------
@@ -123,7 +131,7 @@ class Unit:
 
 
 class Zero:
-    """Stages 0 to 3 over run.group, around a model whose parameters are views of the units' flat weights."""
+    """Stages 0 to 3 over run.world, around a model whose parameters are views of the units' flat weights."""
 
     def __init__(self, model: GPT, run: Run):
         self.model, self.run, self.cfg, self.stage = model, run, run.cfg, run.cfg.stage
@@ -214,7 +222,7 @@ class Zero:
         if self.held[buffer] != i:
             with at("all_gather", unit.flat.name, unit.weights.nbytes):
                 if self.shards is None:
-                    unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+                    unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.world, async_op=True)
                 else:  # shards do not change within a step: each rank reads the others' when it likes
                     a = unit.shard.storage_offset()
                     theirs = [memory[a : a + len(unit.shard)] for memory in self.shards.of]
@@ -256,7 +264,7 @@ class Zero:
         The reduce-scatter is an exchange: rank r gets everyone's piece r as it was computed, in bf16, and settle() adds
         the pieces in fp32. The sum is that of an fp32 reduce-scatter at half its bytes, and in the order of the ranks.
         """
-        slot, n, group = unit.index % 2, self.run.world_size, self.run.group
+        slot, n, group = unit.index % 2, self.run.world_size, self.run.world
         if self.stage < 2:
             self.settle(slot)
             full = unit.grad.to(self.wire_dtype)  # the same tensor unless --wire narrows it
@@ -308,7 +316,7 @@ class Zero:
         squares = norms.double().square().sum()
         if self.stage:
             with at("all_reduce", "squared norm", squares.nbytes):
-                dist.all_reduce(squares, group=self.run.group)
+                dist.all_reduce(squares, group=self.run.world)
         return squares.sqrt().item()
 
     def culprit(self) -> str:
@@ -382,7 +390,7 @@ class Zero:
             self.sent[unit.index % 2].record()
         if self.stage in (1, 2):
             with at("optimizer") if self.later else at("all_gather", unit.flat.name, unit.weights.nbytes):
-                unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.group, async_op=True)
+                unit.gathering = all_gather_single(unit.weights, unit.shard, group=self.run.world, async_op=True)
             if not self.cfg.overlap:
                 self.arrive(unit.index)
 
@@ -577,6 +585,8 @@ def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
     """cfg with what the file of --deepspeed says; what is ignored in it is printed."""
     if not cfg.deepspeed:
         return cfg
+    from deepspeed_json import read_deepspeed
+
     world_size = dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     given = {
         f.name: getattr(cfg, f.name)
@@ -600,7 +610,7 @@ def evaluate(run: Run, model: GPT) -> float:
         run.val_tokens,
         seq_len=cfg.seq_len,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         limit=cfg.eval_windows,
         vocab_size=cfg.vocab_size,
@@ -608,7 +618,7 @@ def evaluate(run: Run, model: GPT) -> float:
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
         total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
-    dist.all_reduce(total, group=run.group)
+    dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 
@@ -617,7 +627,7 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(
+    run = start(
         from_deepspeed(cfg, group), __file__, group, check=lambda run: choose_copy_engine(run, run.cfg.stage >= 2)
     )
     cfg = run.cfg
@@ -636,9 +646,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 f"without --offload a rank would need {needed / 1e9:.1f} of the card's {card / 1e9:.1f} GB: it fits, and is faster"
             )
     if cfg.explain:
-        launch.explain(run, memory, traffic)
-        return []
+        return explain(run, memory, traffic)
 
+    run.counts = True
     model = GPT(run.model_cfg, cfg.recompute)
     zero = Zero(model, run)
     model.set_buffers(run.dtype, run.device)
@@ -648,16 +658,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # [same in every train_*.py
     scaler = LossScaler(cfg)
     saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
-    start, updates = launch.resume(run, saver, zero, scaler)
+    first, updates = resume(run, saver, zero, scaler)
     batches = Batches(
         run.tokens,
         seq_len=cfg.seq_len,
         global_batch=cfg.global_batch,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         seed=cfg.seed,
-        start_step=start,
+        start_step=first,
         steps=cfg.steps,
         workers=cfg.workers,
         device=run.device,
@@ -668,12 +678,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # same]
 
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
-        for step in range(start, cfg.steps):
+        for step in range(first, cfg.steps):
             facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
             scale = scaler.scale
             for micro in range(run.accum):
                 x, y, sample = batches.next()
-                launch.log_samples(run, step, sample)
                 zero.first_micro, zero.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
@@ -686,9 +695,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             zero.finish()
 
             # [same in every train_*.py
-            facts[2] = launch.stop_signal()
+            facts[2] = stop_signal()
             with at("all_reduce", "loss, tokens, stop", facts.nbytes):
-                dist.all_reduce(facts, group=run.group)
+                dist.all_reduce(facts, group=run.world)
             loss_sum, n_valid, stop = facts.tolist()
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             lr = lr_at(updates, cfg)
@@ -712,16 +721,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, zero.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, zero.pieces(), progress(run, updates, scaler), rng=rng_state(run))
             if stop:
                 break
         saver.wait()
         batches.close()
         meter.summary(memory, traffic)
-        launch.say_if_stopped(run, stop, step)
+        say_if_stopped(run, stop, step)
     return meter.rows
     # same]
 
 
 if __name__ == "__main__":
-    launch.run_script(main, Config, __doc__)
+    run_script(main, predict, Config, __doc__)
