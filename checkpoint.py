@@ -54,6 +54,7 @@ from support.flags import UserError, run_cli
 from support.meter import at
 
 FORMAT = 1
+BACKGROUND = "checkpoint"  # name of the thread that writes
 ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and a DMA engine likes it
 
 
@@ -382,6 +383,22 @@ def steps(folder: str | Path) -> list[Path]:
     return sorted((p for p in found if re.fullmatch(r"step_\d+", p.name) and p.is_dir()), key=lambda p: int(p.name[5:]))
 
 
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint or Hugging Face folder as it is; of a run folder its newest complete checkpoint.
+
+    Raises UserError if it is none of these.
+    """
+    path = Path(path)
+    if (path / "ckpt").is_dir():
+        complete = [step for step in steps(path / "ckpt") if (step / "checksums.json").is_file()]
+        if not complete:
+            raise UserError(f"{path}/ckpt holds no complete checkpoint")
+        return complete[-1]
+    if not (path / "meta.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(f"{path} is no run folder, no checkpoint (step_... folder) and no Hugging Face Llama folder")
+    return path
+
+
 def fsync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -398,6 +415,13 @@ def _move_aside(path: Path, prefix: str) -> Path:
 # --- the checkpointer -------------------------------------------------------------------------------------------------
 
 
+def finish_saves(timeout_s: float) -> None:
+    """Wait up to timeout_s seconds for a save under way: before a process exits that will not call Checkpointer.wait()."""
+    for thread in threading.enumerate():
+        if thread.name == BACKGROUND:
+            thread.join(timeout_s)
+
+
 class Checkpointer:
     """Saves into and loads from `folder`. Every method but protect() is collective over `group` (default: all ranks), which must share the
     folder: that is checked here. One save runs in the background at a time; call wait() before the process group is destroyed."""
@@ -407,7 +431,7 @@ class Checkpointer:
         # its own gloo group: the background thread's collectives must not interleave with the training's, and NCCL cannot send objects
         part = (
             len(ranks) < dist.get_world_size()
-        )  # of the job: the others are not here to take part (see launch.subgroup)
+        )  # of the job: the others are not here to take part (see make_group in support/run.py)
         self.group = dist.new_group(
             ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=part
         )
@@ -475,7 +499,7 @@ class Checkpointer:
             self._everywhere(lambda: staged.update(self._stage(tensors, mine)))  # one host out of memory: all must know
         # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not hold up the exit
         self.thread = threading.Thread(
-            target=self._write, args=(step, everyone[0][1], staged), name="checkpoint", daemon=True
+            target=self._write, args=(step, everyone[0][1], staged), name=BACKGROUND, daemon=True
         )
         self.thread.start()
 

@@ -24,9 +24,9 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from checkpoint import Piece, describe, fsync, read_boxes, read_index, read_meta, steps, verify, whole_piece
-from support.flags import UserError, run_cli
+from checkpoint import Piece, describe, find_checkpoint, fsync, read_boxes, read_index, read_meta, verify, whole_piece
 from model import ModelConfig, load_config, param_shapes
+from support.flags import UserError, run_cli
 from support.prepare import load_tokenizer
 
 FILE_BYTES = 5_000_000_000  # of tensors in one file: what an export needs in host memory, and the size the hub asks for
@@ -156,19 +156,6 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint or Hugging Face folder as it is; of a run folder its newest complete checkpoint. Raises UserError if it is none."""
-    path = Path(path)
-    if (path / "ckpt").is_dir():
-        complete = [step for step in steps(path / "ckpt") if (step / "checksums.json").is_file()]
-        if not complete:
-            raise UserError(f"{path}/ckpt holds no complete checkpoint")
-        return complete[-1]
-    if not (path / "meta.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(f"{path} is no run folder, no checkpoint (step_... folder) and no Hugging Face Llama folder")
-    return path
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:

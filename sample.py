@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import whole_piece
-from export import find_checkpoint, load_hf, open_checkpoint, tokenizer_of
-from support.flags import UserError, parse_flags, print_help, run_cli
-from launch import pick_device
+from checkpoint import find_checkpoint, whole_piece
+from export import load_hf, open_checkpoint, tokenizer_of
 from model import GPT, check_config, load_config, mlp, param_shapes, rotate
+from support.flags import UserError, parse_flags, print_help, run_cli
 from support.prepare import encode_text, load_tokenizer
+from support.rendezvous import pick_device
 
 
 @dataclass

@@ -14,6 +14,7 @@ time a transfer took; what ran behind compute costs nothing and is not shown.
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -209,7 +210,8 @@ class Meter:
     def log(
         self, step: int, loss: float, norm: float | None, lr: float, tokens: int, scale: float, skipped: bool, **more
     ) -> dict:
-        """Close a step: its row goes to log.jsonl with all digits and, every --log-every steps, to the screen.
+        """Close a step: its row goes to log.jsonl with all digits (null for a loss that is not finite), and
+        every --log-every steps to the screen.
 
         norm None: not finite, the step was skipped. tokens: sequence positions of the global batch.
         """
@@ -279,7 +281,9 @@ class Meter:
             path = Path(self.run.out, "log.jsonl")
             drop_rows(path, row["step"])
             self.file = open(path, "a", buffering=1)  # by line: a killed run loses none
-        self.file.write(json.dumps(row) + "\n")
+        # JSON knows no NaN and no Infinity
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def _print(self, row: dict) -> None:
         recent = sorted(r["step_ms"] for r in self.rows[-20:])

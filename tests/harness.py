@@ -20,8 +20,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import meter
-from support import prepare
+from support import meter, prepare
 
 # ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's
 # time

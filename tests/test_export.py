@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 import export
 from checkpoint import Piece, flat_piece, slice_piece, whole_piece
 from export import find_checkpoint, hf_name, load_hf, to_hf
-from support.flags import UserError
 from model import load_config, param_shapes
 from sample import load_model
+from support.flags import UserError
 
 KINDS = {"untied": {}, "tied": {"tie": True}}
 
