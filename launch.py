@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import describe, read_meta, steps
-from data import Tokens, has_val, open_tokens
+from support.tokens import Tokens, has_val, open_tokens
 from export import find_checkpoint, load_hf
 from support.flags import BY_SIZE, Config, UserError, accumulation, parse_flags, print_help
 from support.meter import drop_rows, running, say
