@@ -42,7 +42,7 @@ import numpy as np
 import tiktoken
 
 from checkpoint import fsync
-from data import FORMAT, raw_shard, read_meta
+from support.tokens import FORMAT, raw_shard, read_meta
 from support.flags import UserError
 
 SHARD_BYTES = 1 << 30
