@@ -512,6 +512,10 @@ class Checkpointer:
         if error is not None:
             raise error
 
+    def close(self) -> None:
+        """Wait for the save under way."""
+        self.wait()
+
     def _stage(self, tensors: dict[str, Piece], mine: set) -> dict[str, Piece]:
         """Copies the boxes named in `mine` into the arena, which is allocated once and used again by every save."""
         boxes = [

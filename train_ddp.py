@@ -233,7 +233,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
             loss_sum, n_valid, stop, samples, square = facts.tolist()
-            batches.check(step, samples)
+            samples = batches.check(step, samples)  # the data proves itself, or the run ends here
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
@@ -243,7 +243,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     strategy.adamw_step(updates, lr, gradient_factor(norm, cfg.clip) * to_mean)
                     updates += 1
 
-            done, more = step + 1, {"samples": int(samples)}
+            done, more = step + 1, {"samples": samples}
             if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, strategy)

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from support.flags import UserError
 from support.run import Run
 
-
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange", "send", "recv")
 PARTS = {  # operation -> part of the step's time
     **dict.fromkeys(COLLECTIVES, "communication"),
