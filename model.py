@@ -401,22 +401,24 @@ class GPT(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    def forward_part(self, part: range, h: Tensor | None, x: Tensor, y: Tensor, keys: Tensor | None = None) -> Tensor:
-        """The halves of blocks in `part`, where 2 i is the attention of block i and 2 i + 1 its MLP.
+    def forward_part(
+        self, x: Tensor, y: Tensor, keys: Tensor | None = None, part: range | None = None, h: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x, y (B, T) int64 -> summed loss and number of targets that count, both scalars.
 
-        The first part begins with the tokens x (B, T), others with h (B, T, C), what the part before returned. The last
-        part returns the summed loss over the targets y (B, T).
+        part: the halves of blocks to run, 2 i being the attention of block i and 2 i + 1 its MLP; None: the whole
+        model. A part that is not the first begins with h (B, T, C), which the part before returned in the place of the
+        loss.
         """
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+        cos, sin, last = self.cos[: x.shape[1]], self.sin[: x.shape[1]], 2 * self.cfg.n_layer
+        part = range(last) if part is None else part
         if part.start == 0:
             h = self.embed(x, keys)
         for i, half in blocks_of(part):
             h = self.blocks[i](h, cos, sin, keys, half)
-        return self.loss_sum(h, y) if part.stop == 2 * self.cfg.n_layer else h
+        return (self.loss_sum(h, y) if part.stop == last else h), (y != IGNORE).sum()
 
-    def forward(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x, y (B, T) int64 -> summed loss and number of targets that count, both scalars."""
-        return self.forward_part(range(2 * self.cfg.n_layer), None, x, y, keys), (y != IGNORE).sum()
+    forward = forward_part
 
     def compile_blocks(self) -> None:
         """Compile each block by itself (one compilation serves all, they differ in weights only); and the loss."""
