@@ -475,10 +475,10 @@ def flops_per_token(cfg: ModelConfig) -> int:
     return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
 
 
-def activation_bytes(
+def activation_parts(
     cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False
-) -> int:
-    """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits.
+) -> tuple[int, int, int]:
+    """Bytes that one micro-batch keeps for its backward pass: in each block, at the ends; and in a block made again.
 
     compiled: the loss's gradient is written over the logits; else there is a float copy of them too.
     """
@@ -487,7 +487,15 @@ def activation_bytes(
     whole = (6 * C + 2 * kv + 3 * ff) * itemsize + 4 * cfg.n_head
     block = {"none": whole, "selective": (3 * C + 2 * kv + 2 * ff + 2 * C) * itemsize, "full": C * itemsize}[recompute]
     logits = cfg.vocab_size * (itemsize if compiled else itemsize + 4)
-    return tokens * (cfg.n_layer * block + logits + 2 * C * itemsize) + (tokens * whole if recompute != "none" else 0)
+    return tokens * block, tokens * (logits + 2 * C * itemsize), tokens * whole * (recompute != "none")
+
+
+def activation_bytes(
+    cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False
+) -> int:
+    """The same of the whole model."""
+    block, ends, again = activation_parts(cfg, micro_batch, itemsize, recompute, compiled)
+    return cfg.n_layer * block + ends + again
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ from offload import HOST_TENSORS, Offload, OnDevice
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
 from support.meter import Meter, at, say
+from support.rendezvous import job_size
 from support.resume import progress, resume, rng_state
 from support.run import Run
 from support.start import explain, run_script, say_if_stopped, start, stop_signal
@@ -438,6 +439,7 @@ def share_bytes(
         "gradients in passing": compute * max(size.values()),
     }
     gradients = [("exchange", unit, wire * size[unit]) for unit in reversed(held) if n[unit] > 1]
+    gradients += [("all_reduce", "tied embedding", master * size[unit] // n[unit]) for unit in held if held[unit].twin]
     weights = [("all_gather", unit, compute * size[unit]) for unit in held if n[unit] > 1]
     return memory, gradients, weights
 
@@ -478,10 +480,9 @@ def from_deepspeed(cfg: Config, group: dist.ProcessGroup | None) -> Config:
         return cfg
     from deepspeed_json import read_deepspeed
 
-    world_size = dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     fields = dataclasses.fields(cfg)
     given = {f.name: getattr(cfg, f.name) for f in fields if f.name in cfg.given or getattr(cfg, f.name) != f.default}
-    values, lines = read_deepspeed(cfg.deepspeed, world_size, given)
+    values, lines = read_deepspeed(cfg.deepspeed, job_size(group), given)
     if int(os.environ.get("RANK", 0)) == 0:
         print("\n".join(lines), flush=True)
     cfg = copy.copy(cfg)  # not dataclasses.replace(): it forgets cfg.given
