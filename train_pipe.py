@@ -356,7 +356,8 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
     if cfg.draw:
         micro_batches = cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8
-        return draw_all(schedule, cfg.pp or 4, micro_batches, cfg.chunks)
+        say(draw_all(schedule, cfg.pp or 4, micro_batches, cfg.chunks))
+        return []
     run = start(cfg, __file__, group, pp=cfg.pp, check=check)
     cfg = run.cfg
     memory, traffic = predict(run)

@@ -1,12 +1,16 @@
-"""Pipeline schedules as timelines in text: behind `train_pipe.py --draw`, and the pictures in its docstring."""
+"""Pipeline schedules drawn: who computes what and when, if a forward pass takes 1 unit of time and a backward pass 2.
 
-import os
+A schedule is a function (name, stage, stages, micro_batches, chunks) -> [("F" | "B", number), ...]: what a stage does
+in one step, in order; number = chunk * micro_batches + micro-batch, a chunk being a part of the model the stage holds.
+"""
+
 from collections.abc import Callable
 from itertools import accumulate
 
 from support.flags import UserError
 
-Schedule = Callable[[str, int, int, int, int], list[tuple[str, int]]]  # train_pipe.schedule
+Schedule = Callable[[str, int, int, int, int], list[tuple[str, int]]]
+LENGTH = {"F": 1, "B": 2}
 
 
 def most_in_flight(order: list[tuple[str, int]]) -> int:
@@ -17,7 +21,7 @@ def most_in_flight(order: list[tuple[str, int]]) -> int:
 def timeline(
     schedule: Schedule, name: str, stages: int, micro_batches: int, chunks: int = 1
 ) -> list[list[tuple[int, str, int]]]:
-    """By stage, (start, "F" | "B", number as in schedule) when a forward takes 1 and a backward 2 units of time.
+    """By stage, (start, "F" | "B", number as in the schedule) of each pass.
 
     Raises ValueError when every unfinished stage waits for another: the schedule is a deadlock.
     """
@@ -37,7 +41,7 @@ def timeline(
             if 0 <= source < stages * chunks and (op, source, micro) not in end:
                 continue
             start = max(free[s], end.get((op, source, micro), 0))
-            free[s] = end[op, part, micro] = start + (1 if op == "F" else 2)
+            free[s] = end[op, part, micro] = start + LENGTH[op]
             row.append((start, op, number))
         if len(end) == before:
             raise ValueError(f"{name}, {stages} stages, {micro_batches} micro-batches: every stage waits for another")
@@ -50,32 +54,28 @@ def draw(schedule: Schedule, name: str, stages: int, micro_batches: int, chunks:
     In a stage's further chunks they are G3, H3, ... and C3--, D3--, ...
     """
     rows = timeline(schedule, name, stages, micro_batches, chunks)
-    units = rows[0][-1][0] + 2  # the first stage's last backward ends the step
+    units = rows[0][-1][0] + LENGTH["B"]  # the first stage's last backward ends the step
     lines = []
     for s, row in enumerate(rows):
         line = [" ."] * units
         for start, op, number in row:
             chunk, micro = divmod(number, micro_batches)
             label = ("FGHI" if op == "F" else "BCDE")[chunk % 4] + "0123456789abcdefghijklmnopqrstuvwxyz"[micro % 36]
-            line[start : start + (1 if op == "F" else 2)] = [label] if op == "F" else [label, "--"]
-        held = most_in_flight(schedule(name, s, stages, micro_batches, chunks))
+            line[start : start + LENGTH[op]] = [label, "--"][: LENGTH[op]]
+        held = most_in_flight([(op, number) for _, op, number in row])
         lines.append(f"  stage {s}  {''.join(line)}  holds {held}" + f"/{chunks}" * (chunks > 1))
     idle = 1 - 3 * micro_batches * chunks / units
     return "\n".join([f"{name}: {stages} stages, {micro_batches} micro-batches, idle {idle:.1%} of the time", *lines])
 
 
-def draw_all(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> list:
-    """--draw; returns the empty log. Raises UserError where there is nothing to draw."""
+def draw_all(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> str:
+    """GPipe, 1F1B and interleaved below each other. Raises UserError where there is nothing to draw."""
     if min(stages, micro_batches, chunks) < 1:
-        raise UserError(
-            f"--draw of {stages} stages, {micro_batches} micro-batches, {chunks} chunks: allowed is 1 or more"
-        )
-    if int(os.environ.get("RANK", 0)) == 0:
-        for name, parts in (("gpipe", 1), ("1f1b", 1), ("interleaved", chunks)):
-            fits = parts == 1 or micro_batches % stages == 0
-            print(
-                draw(schedule, name, stages, micro_batches, parts)
-                if fits
-                else f"interleaved: micro-batches must be a multiple of {stages}"
-            )
-    return []
+        what = f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks"
+        raise UserError(f"--draw of {what}: allowed is 1 or more")
+    drawings = [draw(schedule, name, stages, micro_batches) for name in ("gpipe", "1f1b")]
+    if chunks == 1 or micro_batches % stages == 0:
+        drawings.append(draw(schedule, "interleaved", stages, micro_batches, chunks))
+    else:
+        drawings.append(f"interleaved: micro-batches must be a multiple of {stages}")
+    return "\n".join(drawings)
