@@ -1,4 +1,4 @@
-"""checkpoint.py: boxes, any layout to any layout, complete or absent, damage, hostile files. Real ranks and real files."""
+"""checkpoint.py: boxes, any layout to any layout, complete or absent, damage, hostile files. Real ranks and files."""
 
 import dataclasses
 import hashlib

@@ -15,16 +15,16 @@ from transformers import LlamaForCausalLM
 import export
 from checkpoint import Piece, flat_piece, slice_piece, whole_piece
 from export import find_checkpoint, hf_name, load_hf, to_hf
-from support.flags import UserError
 from model import load_config, param_shapes
 from sample import load_model
+from support.flags import UserError
 
 KINDS = {"untied": {}, "tied": {"tie": True}}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run folders untied/ and tied/ of two ranks, and their exports untied-hf/ and tied-hf/. lr: so that the norms are not all ones."""
+    """Run folders untied/ and tied/ of two ranks, their exports with -hf behind. lr: norms are not all ones then."""
     folder = tmp_path_factory.mktemp("runs")
     toy_files(folder, rope_theta=500000.0, norm_eps=1e-6)  # not transformers' defaults
     flags = {name: kind | dict(dtype="float32", steps=3, lr=3e-2, warmup_steps=0) for name, kind in KINDS.items()}

@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, the seed decides everything, and the command line works on what training leaves."""
+"""Generation: the cache changes nothing, the seed decides everything, and sample.py reads what training leaves."""
 
 import subprocess
 import sys
@@ -7,11 +7,11 @@ import pytest
 import torch
 from harness import ROOT, run_ranks, toy_files, train
 
-from support import prepare
 from checkpoint import steps
 from export import find_checkpoint, to_hf
-from support.flags import UserError
 from sample import Config, forward_cached, generate, load_model, new_cache
+from support import prepare
+from support.flags import UserError
 
 CPU = torch.device("cpu")
 ALL = torch.arange(300)
