@@ -56,6 +56,7 @@ from support.meter import at
 from support.run import make_group
 
 FORMAT = 1
+BACKGROUND = "checkpoint"  # name of the thread that writes
 ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and a DMA engine likes it
 
 
@@ -411,6 +412,22 @@ def steps(folder: str | Path) -> list[Path]:
     return sorted((p for p in found if re.fullmatch(r"step_\d+", p.name) and p.is_dir()), key=lambda p: int(p.name[5:]))
 
 
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint or Hugging Face folder as it is; of a run folder its newest complete checkpoint.
+
+    Raises UserError if it is none of these.
+    """
+    path = Path(path)
+    if (path / "ckpt").is_dir():
+        complete = [step for step in steps(path / "ckpt") if (step / "checksums.json").is_file()]
+        if not complete:
+            raise UserError(f"{path}/ckpt holds no complete checkpoint")
+        return complete[-1]
+    if not (path / "meta.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(f"{path} is no run folder, no checkpoint (step_... folder) and no Hugging Face Llama folder")
+    return path
+
+
 def fsync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -425,6 +442,13 @@ def _move_aside(path: Path, prefix: str) -> Path:
 
 
 # --- the checkpointer -------------------------------------------------------------------------------------------------
+
+
+def finish_saves(timeout_s: float) -> None:
+    """Wait up to timeout_s seconds for a save under way: before a process exits that will not call close()."""
+    for thread in threading.enumerate():
+        if thread.name == BACKGROUND:
+            thread.join(timeout_s)
 
 
 class Checkpointer:
@@ -504,7 +528,7 @@ class Checkpointer:
         args = (step, everyone[0][1], staged)
         # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not
         # hold up the exit
-        self.thread = threading.Thread(target=self._write, args=args, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(target=self._write, args=args, name=BACKGROUND, daemon=True)
         self.thread.start()
 
     def wait(self) -> None:

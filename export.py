@@ -17,6 +17,7 @@ do.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -26,8 +27,8 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from checkpoint import Piece, describe, fsync, read_boxes, read_index, read_meta, steps, verify, whole_piece
-from model import ModelConfig, load_config, param_shapes
+from checkpoint import Piece, describe, find_checkpoint, fsync, read_boxes, read_index, read_meta, verify, whole_piece
+from model import ModelConfig, load_config, params
 from support.flags import UserError, run_cli
 from support.prepare import load_tokenizer
 
@@ -120,7 +121,7 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
             found[_bare(name)] = (name, file, files[file].get_slice(name))
     for name in [n for n in found if n.endswith("rotary_emb.inv_freq")]:
         del found[name]  # Llama-2 era files carry the table that rope_theta gives
-    wanted = {_bare(hf_name(name)): shape for name, shape in param_shapes(model_cfg).items()}
+    wanted = {_bare(hf_name(name)): param.shape for name, param in params(model_cfg).items()}
     if model_cfg.tie and "lm_head.weight" in found:  # some writers store a tied head all the same
         head, embedding = found.pop("lm_head.weight")[2], found.get("embed_tokens.weight", (None, None, None))[2]
         if embedding is not None and not torch.equal(head[:], embedding[:]):
@@ -148,19 +149,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint or Hugging Face folder as it is; of a run folder its newest complete one. UserError if none."""
-    path = Path(path)
-    if (path / "ckpt").is_dir():
-        complete = [step for step in steps(path / "ckpt") if (step / "checksums.json").is_file()]
-        if not complete:
-            raise UserError(f"{path}/ckpt holds no complete checkpoint")
-        return complete[-1]
-    if not (path / "meta.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(f"{path} is no run folder, no checkpoint (step_... folder) and no Hugging Face Llama folder")
-    return path
-
-
 def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
     """Check one of our checkpoints, every byte and every weight's shape; returns its model and a reader of tensors.
 
@@ -172,7 +160,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
         cfg = ModelConfig(**meta["model"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{path / 'meta.json'}: no model of this version in it ({error})") from None
-    shapes = param_shapes(cfg)
+    shapes = {name: param.shape for name, param in params(cfg).items()}
     weights = {name: piece for name, piece in saved.items() if not name.startswith(("exp_avg.", "exp_avg_sq."))}
     problems = [f"missing: {_some(m)}"] if (m := [n for n in shapes if n not in weights]) else []
     problems += [f"left over: {_some(m)}"] if (m := [n for n in weights if n not in shapes]) else []
@@ -208,7 +196,7 @@ def tokenizer_of(path: Path) -> str | None:
 
 
 def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
-    """config.json of a Hugging Face Llama. One key is ours: tiktoken_encoding tells sample.py how to spell its tokens."""
+    """config.json of a Hugging Face Llama. One key is ours: tiktoken_encoding tells sample.py how to spell tokens."""
     end = None
     if tokenizer:
         try:
@@ -257,8 +245,8 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
     target = getattr(torch, dtype)
     files: list[list[str]] = [[]]
     nbytes, filled = 0, 0
-    for name, shape in param_shapes(cfg).items():
-        size = torch.Size(shape).numel() * target.itemsize
+    for name, param in params(cfg).items():
+        size = math.prod(param.shape) * target.itemsize
         if files[-1] and filled + size > FILE_BYTES:
             files.append([])
             filled = 0

@@ -12,11 +12,10 @@ Built on torch's symmetric memory: https://docs.pytorch.org/docs/main/distribute
 import socket
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from support.flags import UserError
-from launch import Run
+from support.run import Run
 
 
 def reachable(run: Run) -> bool:
@@ -66,7 +65,7 @@ class PeerMemory:
             run.device
         )  # on every rank, before all meet: no signal of an earlier run is on its way any more
         try:
-            self.handle = symmetric.rendezvous(self.mine, run.group or dist.group.WORLD)
+            self.handle = symmetric.rendezvous(self.mine, run.world)
         except RuntimeError as error:  # a container may forbid what the cards could do
             raise UserError(f"the GPUs cannot map each other's memory ({error}); use --no-copy-engine") from None
         self.handle.get_signal_pad(run.rank).zero_()  # but some may have come that nobody took

@@ -48,8 +48,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.flags import UserError, parse_flags, print_help, run_cli
-from launch import open_group, pick_device
 from support.meter import at, say
+from support.rendezvous import open_group, pick_device
 
 REDUCE = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
 # What gloo and NCCL both reduce themselves: the ring stands in for them, so it refuses what they refuse (int16, uint16, float8, ...).

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import whole_piece
-from export import find_checkpoint, load_hf, open_checkpoint, tokenizer_of
-from launch import pick_device
-from model import GPT, check_config, load_config, mlp, param_shapes, rotate
+from checkpoint import find_checkpoint, whole_piece
+from export import load_hf, open_checkpoint, tokenizer_of
+from model import GPT, check_config, load_config, params, rotate
 from support.flags import UserError, parse_flags, print_help, run_cli
 from support.prepare import encode_text, load_tokenizer
+from support.rendezvous import pick_device
 
 
 @dataclass
@@ -50,8 +50,9 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> GPT:
     cfg, read = open_checkpoint(path) if ours else (load_config(str(path / "config.json")), None)
     check_config(cfg)
     model = GPT(cfg)
-    for name, shape in param_shapes(cfg).items():
-        model.set_param(name, read(name).to(device, dtype) if ours else torch.empty(shape, dtype=dtype, device=device))
+    for name, param in params(cfg).items():
+        tensor = read(name).to(device, dtype) if ours else torch.empty(param.shape, dtype=dtype, device=device)
+        model.set_param(name, tensor)
     if not ours:
         load_hf(path, {name: whole_piece(param.detach()) for name, param in model.named_parameters()}, cfg)
     model.set_buffers(dtype, device)
@@ -73,10 +74,7 @@ def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tens
     h = model.embed(torch.tensor([ids], device=cache.device))  # (1, T, C)
     for block, (keys, values) in zip(model.blocks, cache):
         x = block.attn_norm(h)
-        q, k, v = (
-            F.linear(x, w.weight).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2)
-            for w in (block.wq, block.wk, block.wv)
-        )
+        q, k, v = (w(x).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2) for w in (block.wq, block.wk, block.wv))
         keys[:, past:end], values[:, past:end] = rotate(k, cos, sin)[0], v[0]  # (KV, T, hd)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
@@ -85,13 +83,13 @@ def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tens
             attn_mask=seen,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        h = h + F.linear(y.transpose(1, 2).reshape(1, T, -1), block.wo.weight)
-        h = h + mlp(block.mlp_norm(h), block.w_gate.weight, block.w_up.weight, block.w_down.weight)
+        h = h + block.wo(y.transpose(1, 2).reshape(1, T, -1))
+        h = h + block.mlp(block.mlp_norm(h))
     return model.logits(h[:, -1])[0]
 
 
 def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: int | None) -> Iterator[int]:
-    """Up to cfg.tokens new ids after `prompt` (one id or more), drawn among `allowed` (1-D int64); stops at id `end`."""
+    """Up to cfg.tokens new ids after `prompt`, one id or more, drawn among `allowed` (1-D int64). Stops at `end`."""
     draws = torch.Generator().manual_seed(cfg.seed)  # on the CPU: GPUs draw other numbers
     cache, context = new_cache(model), model.cfg.seq_len
     ids, new, past = list(prompt), list(prompt), 0

@@ -63,16 +63,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import launch
 import train_ddp
 from checkpoint import Checkpointer
 from data import Batches, val_batches
-from support.flags import UserError
-from launch import Run
-from support.meter import Meter, at, say
 from model import GPT, IGNORE, ModelConfig, activation_bytes, block_half, dropout_keys, flops_per_token, unit_shapes
 from optim import LossScaler, gradient_factor, lr_at
 from peer_memory import PeerMemory, Transfer, choose_copy_engine
+from support.flags import UserError
+from support.meter import Meter, at, say
+from support.resume import progress, resume, rng_state
+from support.run import Run
+from support.start import explain, run_script, say_if_stopped, start, stop_signal
 from train_ddp import DataParallel
 
 
@@ -163,10 +164,10 @@ def draw(name: str, stages: int, micro_batches: int, chunks: int = 1) -> str:
     lines = []
     for s, row in enumerate(rows):
         line = [" ."] * units
-        for start, op, number in row:
+        for begin, op, number in row:
             chunk, micro = divmod(number, micro_batches)
             label = ("FGHI" if op == "F" else "BCDE")[chunk % 4] + "0123456789abcdefghijklmnopqrstuvwxyz"[micro % 36]
-            line[start : start + (1 if op == "F" else 2)] = [label] if op == "F" else [label, "--"]
+            line[begin : begin + (1 if op == "F" else 2)] = [label] if op == "F" else [label, "--"]
         held = most_in_flight(schedule(name, s, stages, micro_batches, chunks))
         lines.append(f"  stage {s}  {''.join(line)}  holds {held}" + f"/{chunks}" * (chunks > 1))
     idle = 1 - 3 * micro_batches * chunks / units
@@ -378,7 +379,7 @@ class Pipeline(DataParallel):
         self.parts = parts[stage]
         run.counts = stage == pp - 1  # it has the loss
         super().__init__(
-            model, run, stage_units(cfg, self.parts), launch.subgroup(run, lambda r: r % pp) if pp > 1 else None
+            model, run, stage_units(cfg, self.parts), run.group("replicas", lambda p: p.stage) if pp > 1 else None
         )
         self.connect(stage, pp, chunks)
         self.twin, self.is_copy = (
@@ -386,7 +387,7 @@ class Pipeline(DataParallel):
             False,
         )  # the group of the two ranks that hold a tied embedding, and whether here is the second
         if cfg.tie and pp > 1:
-            ends = launch.subgroup(run, lambda r: (r // pp, r % pp in (0, pp - 1)))
+            ends = run.group("ends", lambda p: (p.replica, p.stage in (0, pp - 1)))
             self.twin, self.is_copy = ends if stage in (0, pp - 1) else None, stage == pp - 1
 
     def connect(self, stage: int, pp: int, chunks: int) -> None:
@@ -396,7 +397,7 @@ class Pipeline(DataParallel):
         pairs = {}
         for ends in [] if memory else [(s, (s + 1) % pp) for s in range(pp if wraps else pp - 1)]:
             for what in ("activation", "gradient"):
-                pairs[what, ends] = launch.subgroup(run, lambda r, ends=ends: (r // pp, r % pp in ends))
+                pairs[what, ends] = run.group(f"{what} {ends}", lambda p, ends=ends: (p.replica, p.stage in ends))
         self.shake_hands(pairs, stage)
 
         def link(what: str, ends: tuple[int, int]) -> Link | PeerLink:
@@ -490,14 +491,16 @@ class Pipeline(DataParallel):
     def grad_norm(self) -> float:
         """Norm over all stages, every parameter once: of the first replica only, and a tied embedding on the first stage only."""
         mine = [
-            b for unit, b in self.buckets.items() if self.run.dp_rank == 0 and not (self.is_copy and unit == "embed")
+            b
+            for unit, b in self.buckets.items()
+            if self.run.place().replica == 0 and not (self.is_copy and unit == "embed")
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.run.device)
         for bucket in mine:
             square += torch.linalg.vector_norm(bucket.grad).double().square()
         # over all ranks and not by replica: one sum, so that all clip by the same bits
         with at("all_reduce", "squared norm", square.nbytes):
-            dist.all_reduce(square, group=self.run.group)
+            dist.all_reduce(square, group=self.run.world)
         return square.sqrt().item()
 
 
@@ -591,7 +594,7 @@ def evaluate(run: Run, model: GPT) -> float:
         run.val_tokens,
         seq_len=cfg.seq_len,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         limit=cfg.eval_windows,
         vocab_size=cfg.vocab_size,
@@ -599,7 +602,7 @@ def evaluate(run: Run, model: GPT) -> float:
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
         total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
-    dist.all_reduce(total, group=run.group)
+    dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 
@@ -613,7 +616,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             cfg.pp or 4, cfg.global_batch // cfg.micro_batch if cfg.global_batch and cfg.micro_batch else 8, cfg.chunks
         )
         return []
-    run = launch.start(cfg, __file__, group, model_parallel=cfg.pp, check=check)
+    run = start(cfg, __file__, group, pp=cfg.pp, check=check)
     cfg = run.cfg
     pp, stage, chunks, stages = layout(run)
     memory, traffic = predict(run)
@@ -622,8 +625,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         held = sum(predict(dataclasses.replace(run, rank=s))[0].values())
         say(f"stage {s}: {blocks(parts)} blocks, {held / 1e9:.3f} GB predicted")
     if cfg.explain:
-        launch.explain(run, memory, traffic)
-        return []
+        return explain(run, memory, traffic)
 
     model = GPT(run.model_cfg, cfg.recompute)
     pipe = Pipeline(model, run)
@@ -637,16 +639,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # [same in every train_*.py
     scaler = LossScaler(cfg)
     saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
-    start, updates = launch.resume(run, saver, pipe, scaler)
+    first, updates = resume(run, saver, pipe, scaler)
     batches = Batches(
         run.tokens,
         seq_len=cfg.seq_len,
         global_batch=cfg.global_batch,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         seed=cfg.seed,
-        start_step=start,
+        start_step=first,
         steps=cfg.steps,
         workers=cfg.workers,
         device=run.device,
@@ -657,7 +659,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # same]
 
     with Meter(run, flops_per_token(run.model_cfg)) as meter, stage_clock(run, meter):
-        for step in range(start, cfg.steps):
+        for step in range(first, cfg.steps):
             facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
             scale = scaler.scale
             micros = {}  # micro-batch -> tokens, targets and dropout keys, from its first chunk's forward to its last one's
@@ -668,7 +670,6 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 if op == "F":
                     if chunk == 0:
                         x, y, sample = batches.next()  # by every stage: the seed says which, so no tokens are sent
-                        launch.log_samples(run, step, sample)
                         micros[micro] = x, y, dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
                     x, y, keys = micros.pop(micro) if chunk == chunks - 1 else micros[micro]
                     h = None if pipe.is_first(chunk) else pipe.from_previous.recv().requires_grad_()
@@ -692,9 +693,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             pipe.finish()
 
             # [same in every train_*.py
-            facts[2] = launch.stop_signal()
+            facts[2] = stop_signal()
             with at("all_reduce", "loss, tokens, stop", facts.nbytes):
-                dist.all_reduce(facts, group=run.group)
+                dist.all_reduce(facts, group=run.world)
             loss_sum, n_valid, stop = facts.tolist()
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             lr = lr_at(updates, cfg)
@@ -718,16 +719,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, pipe.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, pipe.pieces(), progress(run, updates, scaler), rng=rng_state(run))
             if stop:
                 break
         saver.wait()
         batches.close()
         meter.summary(memory, traffic)
-        launch.say_if_stopped(run, stop, step)
+        say_if_stopped(run, stop, step)
     return meter.rows
     # same]
 
 
 if __name__ == "__main__":
-    launch.run_script(main, Config, __doc__)
+    run_script(main, predict, Config, __doc__)

@@ -46,14 +46,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import launch
 import model as gpt
 import train_ddp
 from checkpoint import Checkpointer, Piece, slice_piece, whole_piece
 from data import Batches, val_batches
-from support.flags import UserError
-from launch import Run, all_gather_single, reduce_scatter_single
-from support.meter import Meter, at, say
 from model import (
     GPT,
     IGNORE,
@@ -66,7 +62,16 @@ from model import (
     unit_shapes,
 )
 from optim import LossScaler, gradient_factor, lr_at
+from support.flags import UserError
+from support.meter import Meter, at, say
+from support.resume import progress, resume, rng_state
+from support.run import Run
+from support.start import explain, run_script, say_if_stopped, start, stop_signal
 from train_ddp import Bucket, DataParallel, bucket_bytes
+
+# torch 2.13 renamed the two; 2.11 has the old names only
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -106,8 +111,8 @@ def make_groups(run: Run) -> tuple[Team, dist.ProcessGroup]:
     # high priority: the few blocks of a collective go in front of the thousands of a matrix product
     stream = torch.cuda.Stream(run.device, priority=-1) if beside else None
     # a team is neighbours: the fastest links, and the most bytes
-    team = Team(tp, run.rank % tp, launch.subgroup(run, lambda rank: rank // tp), stream)
-    return team, launch.subgroup(run, lambda rank: rank % tp)
+    team = Team(tp, run.rank % tp, run.group("team", lambda place: place[:2]), stream)
+    return team, run.group("replicas", lambda place: place[1:])
 
 
 def check_layout(run: Run) -> None:
@@ -483,7 +488,7 @@ class TensorParallel(DataParallel):
 
     def holders(self, bucket: Bucket) -> dist.ProcessGroup | None:
         """The replicas of this slice; of the norms all ranks: in two sums, over team and replicas, copies could differ in the last bit."""
-        return self.run.group if bucket.unit.name == "norms" else self.group
+        return self.run.world if bucket.unit.name == "norms" else self.group
 
     def grad_norm(self) -> float:
         """Norm of the summed gradient: each slice once, the norms once. Gathered and added here, so all ranks get the same bits."""
@@ -560,7 +565,7 @@ def evaluate(run: Run, model: GPT) -> float:
         run.val_tokens,
         seq_len=cfg.seq_len,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         limit=cfg.eval_windows,
         vocab_size=cfg.vocab_size,
@@ -568,7 +573,7 @@ def evaluate(run: Run, model: GPT) -> float:
     for x, y, _ in batches:
         x, y = x.to(run.device), y.to(run.device)
         total += run.counts * torch.stack([model(x, y).double(), (y != IGNORE).sum().double()])
-    dist.all_reduce(total, group=run.group)
+    dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 
@@ -577,13 +582,12 @@ def evaluate(run: Run, model: GPT) -> float:
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     """Train as cfg says on the ranks of `group` (all, when None); returns the rows of the log."""
-    run = launch.start(cfg, __file__, group, model_parallel=cfg.tp, check=check_layout)
+    run = start(cfg, __file__, group, tp=cfg.tp, check=check_layout)
     cfg = run.cfg
     memory, traffic = predict(run)
     say(f"gradients travel in {str(run.wire_dtype)[6:]}")
     if cfg.explain:
-        launch.explain(run, memory, traffic)
-        return []
+        return explain(run, memory, traffic)
 
     team, replicas = make_groups(run)
     run.counts = team.rank == 0  # the loss is the same number on every rank of a team
@@ -596,16 +600,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # [same in every train_*.py
     scaler = LossScaler(cfg)
     saver = Checkpointer(f"{run.out}/ckpt", group=run.control, keep_last=cfg.keep_last)
-    start, updates = launch.resume(run, saver, tp, scaler)
+    first, updates = resume(run, saver, tp, scaler)
     batches = Batches(
         run.tokens,
         seq_len=cfg.seq_len,
         global_batch=cfg.global_batch,
         micro_batch=cfg.micro_batch,
-        rank=run.dp_rank,
+        rank=run.place().replica,
         world_size=run.dp,
         seed=cfg.seed,
-        start_step=start,
+        start_step=first,
         steps=cfg.steps,
         workers=cfg.workers,
         device=run.device,
@@ -616,12 +620,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     # same]
 
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
-        for step in range(start, cfg.steps):
+        for step in range(first, cfg.steps):
             facts = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss sum, targets that count, stop
             scale = scaler.scale
             for micro in range(run.accum):
                 x, y, sample = batches.next()
-                launch.log_samples(run, step, sample)
                 tp.first_micro, tp.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
@@ -632,9 +635,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             tp.finish()
 
             # [same in every train_*.py
-            facts[2] = launch.stop_signal()
+            facts[2] = stop_signal()
             with at("all_reduce", "loss, tokens, stop", facts.nbytes):
-                dist.all_reduce(facts, group=run.group)
+                dist.all_reduce(facts, group=run.world)
             loss_sum, n_valid, stop = facts.tolist()
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             lr = lr_at(updates, cfg)
@@ -658,16 +661,16 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, tp.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
+                saver.save(done, tp.pieces(), progress(run, updates, scaler), rng=rng_state(run))
             if stop:
                 break
         saver.wait()
         batches.close()
         meter.summary(memory, traffic)
-        launch.say_if_stopped(run, stop, step)
+        say_if_stopped(run, stop, step)
     return meter.rows
     # same]
 
 
 if __name__ == "__main__":
-    launch.run_script(main, Config, __doc__)
+    run_script(main, predict, Config, __doc__)

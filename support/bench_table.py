@@ -142,15 +142,15 @@ def compute_only(cfg, group=None) -> list[dict]:
     """Forward and backward of the whole model on one GPU, gradients dropped: 4 bytes per parameter in bf16 instead of 18."""
     import torch
 
-    import launch
+    from model import GPT, flops_per_token, init_range, param_shapes
     from support.flags import UserError
     from support.meter import Meter, at
-    from model import GPT, flops_per_token, init_range, param_shapes
+    from support.start import own_folder, start
 
     if cfg.explain:
         raise UserError("compute-only has nothing to explain: --explain is for the training scripts")
-    run = launch.start(cfg, __file__, group)
-    launch.own_folder(run)
+    run = start(cfg, __file__, group)
+    own_folder(run)
     cfg = run.cfg
     model = GPT(run.model_cfg, cfg.recompute)
     for name, shape in param_shapes(run.model_cfg).items():
@@ -179,10 +179,11 @@ def compute_only(cfg, group=None) -> list[dict]:
 def main() -> None:
     match sys.argv[1:]:
         case ["compute-only", *_]:
-            import launch
+            from support.flags import Config
+            from support.start import run_script
 
             del sys.argv[1]
-            launch.run_script(compute_only, launch.Config, __doc__)
+            run_script(compute_only, None, Config, __doc__)
         case ["row", path, strategy, gpus, out, command]:
             add_row(path, strategy, int(gpus), out, command)
         case ["has", path, command]:

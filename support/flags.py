@@ -22,7 +22,7 @@ class UserError(Exception):
 
 @dataclass
 class Config:
-    """The flags all training scripts share; a script's own Config adds its few. The comment behind a field is its --help text."""
+    """The flags all training scripts share; a script's own Config adds its few. The comment of a field is its help."""
 
     model: str = (
         ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
@@ -47,10 +47,6 @@ class Config:
         ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
     )
     loss_scale: float = 0.0  # float16: constant factor on the loss; 0: dynamic
-    scale_power: int = 16  # float16: the dynamic factor starts at 2 to this
-    scale_window: int = 1000  # float16: good steps before the factor doubles
-    scale_hysteresis: int = 1  # float16: overflows before it halves
-    scale_min: float = 1.0  # float16: never below this
     seed: int = 1337  # of weights, order of the data and dropout
     data: str = (
         ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
@@ -70,7 +66,6 @@ class Config:
     compile: bool | None = None  # torch.compile each block [on GPU only]
     hang_timeout: int = 600  # seconds a rank may wait for another before the job ends
     log_every: int = 10  # steps between lines on the screen; log.jsonl has every step
-    log_samples: bool = False  # write the sample ids of each step and rank into the run folder
     check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
@@ -83,19 +78,12 @@ class Config:
     profile: bool = False  # write a torch profiler trace of the fifth step into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 
-    given = frozenset()  # no flag (no annotation, so no field): names of those on the command line, set by parse_flags
+    # No annotation, so no flags: the names of those on the command line, set by parse_flags; and how the factor on a
+    # float16 loss moves, which train_zero.py makes into flags
+    given = frozenset()
+    scale_power, scale_window, scale_hysteresis, scale_min = 16, 1000, 1, 1.0
 
 
-BY_SIZE = {  # global batch, micro-batch, steps, lr, warm-up
-    "tiny": (24, 6, 600, 4e-3, 50),
-    "124m": (512, 16, 5000, 6e-4, 200),
-    "350m": (512, 8, 10000, 3e-4, 500),
-    "1b": (256, 4, 20000, 3e-4, 500),
-    "3b": (256, 4, 20000, 3e-4, 1000),
-    "6b": (256, 4, 20000, 3e-4, 1000),
-    "7b": (256, 2, 20000, 3e-4, 1000),
-    "13b": (256, 1, 20000, 2e-4, 1000),
-}
 ELSEWHERE = {  # what other tools call it -> what does it here
     "gradient-accumulation-steps": "--global-batch (accumulation follows from it and --micro-batch)",
     "batch-size": "--global-batch (sequences per step over all ranks) and --micro-batch (per pass)",
@@ -138,6 +126,11 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
+def flag_name(field: str) -> str:
+    """micro_batch -> --micro-batch"""
+    return "--" + field.replace("_", "-")
+
+
 def field_help(cls: type) -> dict[str, str]:
     """Field name -> the comment behind it in the source of the dataclass and its bases."""
     found: dict[str, str] = {}
@@ -152,8 +145,8 @@ def field_help(cls: type) -> dict[str, str]:
 def parse_flags(cls: type, argv: list[str]):
     """`--micro-batch 4`, `--micro-batch=4`, `--compile`, `--no-compile` -> an instance of the Config dataclass `cls`.
 
-    Its attribute `given` names the fields that were set, to tell --stage 2 from a default of 2. Raises UserError for unknown
-    names (with the nearest, or what does it here), and for values of the wrong kind.
+    Its attribute `given` names the fields that were set, to tell --stage 2 from a default of 2. Raises UserError for
+    unknown names (with the nearest, or what does it here), and for values of the wrong kind.
     """
     fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
@@ -222,14 +215,14 @@ def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:
         below, above = global_batch // per_pass * per_pass, -(-global_batch // per_pass) * per_pass
         near = " or ".join(str(v) for v in (below, above) if v)
         raise UserError(
-            f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch} x {dp} data-parallel ranks = {per_pass}; "
-            f"nearest that are: {near}"
+            f"--global-batch {global_batch} is not a multiple of --micro-batch {micro_batch} x {dp} data-parallel "
+            f"ranks = {per_pass}; nearest that are: {near}"
         )
     return global_batch // per_pass
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Frame of a command-line tool: a UserError becomes one line and exit code 2, Ctrl-C a quiet 130; `| head` ends it."""
+    """Frame of a command-line tool: a UserError is one line and exit code 2, Ctrl-C a quiet 130; `| head` ends it."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()

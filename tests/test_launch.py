@@ -18,12 +18,14 @@ import torch.distributed as dist
 from harness import ROOT, TOY, final_weights, run_ranks, toy_files, train
 from torch.distributed.run import get_args_parser
 
-import launch
 import train_ddp
 import train_pipe
 import train_tp
 import train_zero
-from support.flags import ELSEWHERE, UserError, accumulation, field_help, parse_flags, print_help
+from support import rendezvous
+from support.flags import ELSEWHERE, Config, UserError, accumulation, field_help, parse_flags, print_help
+from support.run import Run
+from support.start import one_prepares, stop_signal
 
 SCRIPTS = {"train_ddp": train_ddp, "train_zero": train_zero, "train_tp": train_tp, "train_pipe": train_pipe}
 RAW = 50257  # the vocabulary of a bare .bin file
@@ -273,7 +275,7 @@ def test_one_line_and_exit_code_2(toy, tmp_path):
         code, out, err = end(job)
         assert code != 0 and len(re.findall(rf"^rank \d: error: {message}", err, re.M)) == 1, err
         assert re.search(rf"Root Cause.*traceback : {message}", err, re.S), err
-        assert err.count(message) <= 3 and "launch.py" not in err  # no traceback of ours
+        assert err.count(message) <= 3 and "support/" not in err  # no traceback of ours
     assert not (tmp_path / "run").exists()
 
 
@@ -345,7 +347,7 @@ FAULTS = {  # what breaks on rank 1 -> script, code put in front of it
     "data": ("train_ddp", "import data; target, name = data.Batches, 'next'"),
     "forward": ("train_zero", "import train_zero; target, name = train_zero.Zero, '__call__'"),
     "optimizer": ("train_zero", "import train_zero; target, name = train_zero, 'adamw_step'"),
-    "checkpoint": ("train_ddp", "import launch; target, name = launch, 'rng_state'"),
+    "checkpoint": ("train_ddp", "import train_ddp; target, name = train_ddp, 'rng_state'"),
     "eval": ("train_ddp", "import train_ddp; target, name = train_ddp, 'val_batches'"),
 }
 FORK = """
@@ -362,8 +364,8 @@ def breaks(*args, **kwargs):
     return works(*args, **kwargs)
 
 setattr(target, name, breaks)
-import launch
-launch.run_script({script}.main, {script}.Config, "")
+from support.start import run_script
+run_script({script}.main, {script}.predict, {script}.Config, "")
 """
 
 
@@ -415,7 +417,7 @@ OUT_OF_MEMORY = """
 import resource
 import train_zero
 from pathlib import Path
-resume = train_zero.launch.resume
+resume = train_zero.resume
 
 def with_little_memory(*args):
     done = resume(*args)
@@ -423,8 +425,8 @@ def with_little_memory(*args):
     resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 300_000_000, resource.RLIM_INFINITY))
     return done
 
-train_zero.launch.resume = with_little_memory
-train_zero.launch.run_script(train_zero.main, train_zero.Config, "")
+train_zero.resume = with_little_memory
+train_zero.run_script(train_zero.main, train_zero.predict, train_zero.Config, "")
 """
 
 
@@ -500,7 +502,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, to
     assert re.fullmatch(
         r"stopped by a signal after step \d+; the same command with --out .* --resume auto goes on from there", last
     ), out
-    assert "launch.py" not in err  # torchrun has a traceback of its own
+    assert "support/" not in err  # torchrun has a traceback of its own
     stopped = len(log.read_text().splitlines())
     assert 5 <= stopped < 30
     code, out, err = end(begin(ranks, ROOT / "train_zero.py", *long(toy, tmp_path / "run")))
@@ -529,12 +531,12 @@ def test_ctrl_c_that_ends_tee_too_saves_all_the_same(toy, tmp_path):
 
 def notes(rank):
     """What a run finds of its own, what another run of this process and another command of this job find of it."""
-    launch._job = dist.HashStore()
-    run = launch.Run(launch.Config(), 0, 1, torch.device("cpu"))
-    launch._remember(run, "folder", "runs/mine")
-    found = [launch._recall(run, "folder"), launch._recall(dataclasses.replace(run, number=1), "folder")]
+    rendezvous._job = dist.HashStore()
+    run = Run(Config(), 0, 1, torch.device("cpu"))
+    rendezvous.remember(run, "folder", "runs/mine")
+    found = [rendezvous.recall(run, "folder"), rendezvous.recall(dataclasses.replace(run, number=1), "folder")]
     sys.argv = [*sys.argv, "--another"]
-    return [*found, launch._recall(run, "folder")]
+    return [*found, rendezvous.recall(run, "folder")]
 
 
 def test_a_note_is_found_by_the_run_that_left_it():
@@ -546,15 +548,15 @@ def prepared_by(rank, folder):
     group = dist.new_group([1, 2], backend="gloo")
     if rank == 0:
         return None
-    run = launch.Run(launch.Config(data="here"), rank - 1, 2, torch.device("cpu"), group=group, control=group)
-    launch._one_prepares(run, lambda: Path(folder, f"made-by-{rank}").write_text(""))
+    run = Run(Config(data="here"), rank - 1, 2, torch.device("cpu"), world=group, control=group)
+    one_prepares(run, lambda: Path(folder, f"made-by-{rank}").write_text(""))
     seen = sorted(path.name for path in Path(folder).iterdir())
 
     def fail():
         raise UserError("no room")
 
     try:
-        launch._one_prepares(dataclasses.replace(run, number=1), fail)
+        one_prepares(dataclasses.replace(run, number=1), fail)
     except UserError as error:
         return seen, str(error)
 
@@ -594,4 +596,4 @@ def test_the_banner_names_the_run(toy, tmp_path):
     facts = json.loads((folder / "config.json").read_text())
     assert facts["command"] == " ".join(["train_ddp.py", *flags]) and facts["torch"] == torch.__version__
     assert "batch: 384 tokens a step = 3 sequences x 32 tokens x 4 micro-batches x 1 data-parallel ranks" in out
-    assert launch.stop_signal() == 0
+    assert stop_signal() == 0

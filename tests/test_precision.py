@@ -1,6 +1,7 @@
 """Number formats and skipped steps: fp16 loss scaling, one rank's NaN, what is summed in fp32, which stages share their bits."""
 
 import contextlib
+import importlib
 import io
 import json
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
-from support import prepare
-from support.flags import DTYPES, Config, UserError
-from support.meter import peak_flops
 from model import GPT
 from optim import LossScaler, lr_at
+from support import prepare
+from support.flags import DTYPES, UserError
+from support.meter import peak_flops
+from train_zero import Config
 
 NAME = "blocks.1.wq.weight"  # the parameter whose gradient is spoilt; on two pipeline stages it is rank 1's
 
@@ -44,6 +46,10 @@ def runs(rank, folder, variants, fault=None):
         spoil(rank, *fault)
     found = {}
     for name, (script, flags) in variants.items():
+        config = importlib.import_module(script).Config
+        for key in [key for key in flags if key not in config.__dataclass_fields__]:  # --scale-... are train_zero's
+            assert hasattr(config, key)
+            setattr(config, key, flags.pop(key))
         screen, error, rows = io.StringIO(), None, []
         with contextlib.redirect_stdout(screen):
             try:

@@ -1,5 +1,6 @@
 """Stopping and going on: the same bits as never having stopped, in any layout; and what keeps a run from mixing with another."""
 
+import importlib
 import json
 import os
 import shutil
@@ -13,25 +14,15 @@ import pytest
 import torch
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 
-import launch
 from support import prepare
 from support.flags import UserError
+from support.resume import progress, resume, rng_state
 
 STEPS = 20  # of 12 sequences; the corpus has 40 windows: 3 1/3 steps an epoch, an epoch edge inside step 3, at the start of step 10
 
 
 def rows_of(rows):
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows]
-
-
-def samples(folder, ranks):
-    """Step -> the stream positions of its sequences, those of each rank in the order it read them."""
-    found = {}
-    for rank in range(ranks):
-        for line in (folder / f"samples-{rank}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            found.setdefault(row["step"], {}).setdefault(rank, []).extend(row["sample"])
-    return found
 
 
 def same_tensors(a, b, what=""):
@@ -63,9 +54,9 @@ def cut_at(folder, name, step, copy):
 
 @pytest.mark.parametrize("world_size, script, stage", [(2, "train_zero", 2), (1, "train_ddp", None)])
 def test_10_and_10_is_20(world_size, script, stage, tmp_path):
-    """Bit-equal losses, norms, weights and sample ids with dropout, stopped inside an epoch, at its edge and in later ones."""
+    """Bit-equal losses, norms and weights with dropout, stopped inside an epoch, at its edge and in later ones."""
     toy_files(tmp_path)
-    flags = dict(dtype="float32", dropout=0.1, micro_batch=3, steps=STEPS, log_samples=True, keep_last=STEPS)
+    flags = dict(dtype="float32", dropout=0.1, micro_batch=3, steps=STEPS, keep_last=STEPS)
     flags |= {"stage": stage} if stage is not None else {}
     straight = run_ranks(
         world_size,
@@ -80,9 +71,7 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
         cut_at(tmp_path, "straight", step, f"from {step}")
     again = {f"from {step}": flags | {"workers": 2 if step in (7, 10) else 0} for step in stops}
     resumed = run_ranks(world_size, train, script, str(tmp_path), again, timeout=200)
-    weights, ids = final_weights(tmp_path / "straight"), samples(tmp_path / "straight", world_size)
-    assert samples(tmp_path / "workers", world_size) == ids
-    assert sorted(ids) == list(range(STEPS))
+    weights = final_weights(tmp_path / "straight")
     for rank in range(world_size):
         rows = rows_of(straight[rank]["straight"])
         assert rows_of(straight[rank]["workers"]) == rows
@@ -90,7 +79,6 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
             assert rows_of(resumed[rank][f"from {step}"]) == rows[step:]
     for step in stops:
         same_tensors(final_weights(tmp_path / f"from {step}"), weights, f"stopped at {step}")
-        assert samples(tmp_path / f"from {step}", world_size) == {k: v for k, v in ids.items() if k >= step}
 
 
 # --- other layouts ------------------------------------------------------------------------------------------------------
@@ -99,7 +87,7 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
 def test_any_layout_goes_on_from_any(tmp_path):
     """H9: saved by one layout, loaded and saved by the next through a chain of all: every tensor stays, and so do the next losses."""
     toy_files(tmp_path)
-    flags = dict(dtype="float32", steps=10, save_every=5, keep_last=9, log_samples=True)
+    flags = dict(dtype="float32", steps=10, save_every=5, keep_last=9)
     straight = run_ranks(1, train, "train_ddp", str(tmp_path), {"straight": flags | {"micro_batch": 4}}, timeout=100)[
         0
     ]["straight"]
@@ -133,32 +121,23 @@ def test_any_layout_goes_on_from_any(tmp_path):
                 assert ours["step"] == theirs["step"]
                 assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=1e-5)
-    for name, ranks in (
-        ("zero3x3", 3),
-        ("zero2x2", 2),
-        ("ddp1", 1),
-    ):  # each step's sequences: the same, whoever computes them
-        ids = samples(tmp_path / f"{name} on", ranks)
-        whole = samples(tmp_path / "straight", 1)
-        for step in range(5, 10):
-            assert sorted(i for rank in ids[step].values() for i in rank) == sorted(whole[step][0]), (name, step)
 
 
 def load_save_go_on(rank, folder, variants):
     """Load a checkpoint into each layout, save it again as step 5 of run NAME; then go on from it as run "NAME on"."""
     found = {}
     for name, (script, flags) in variants.items():
-        load = launch.resume
+        module = importlib.import_module(script)
 
-        def resume_and_save(run, saver, strategy, scaler, load=load):
-            done, updates = load(run, saver, strategy, scaler)
-            saver.save(done, strategy.pieces(), launch.progress(run, updates, scaler), rng=launch.rng_state(run))
+        def resume_and_save(run, saver, strategy, scaler):
+            done, updates = resume(run, saver, strategy, scaler)
+            saver.save(done, strategy.pieces(), progress(run, updates, scaler), rng=rng_state(run))
             saver.wait()
             return run.cfg.steps, updates  # no steps
 
-        launch.resume = resume_and_save
+        module.resume = resume_and_save
         train(rank, script, folder, {name: flags})
-        launch.resume = load
+        module.resume = resume
         going_on = {"resume": f"{folder}/{name}/ckpt/step_00000005"}
         found[name] = train(rank, script, folder, {f"{name} on": flags | going_on})[f"{name} on"]
     return found
@@ -235,8 +214,8 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
 
 def test_learning_rate_never_rises_again():
     """H14: beyond --steps, which a resumed run may have lowered, the rate is --min-lr."""
-    from support.flags import Config
     from optim import lr_at
+    from support.flags import Config
 
     cfg = Config(lr=1e-3, min_lr=1e-4, warmup_steps=5, steps=20)
     rates = [lr_at(update, cfg) for update in range(60)]
@@ -253,7 +232,7 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
         "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12", "--micro-batch": "1",
         "--steps": "40", "--workers": "0", "--save-every": "5", "--keep-last": "3", "--eval-every": "0", "--dropout": "0.1", "--stage": "2",
     }  # fmt: skip
-    words = [word for pair in flags.items() for word in pair] + ["--log-samples"]
+    words = [word for pair in flags.items() for word in pair]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     call = [*torchrun, str(ROOT / "train_zero.py"), *words, "--out", str(tmp_path / "whole")]
@@ -274,8 +253,6 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
         finally:
             job.kill()
     assert "resume: going on from" in (tmp_path / "screen").read_text()
-    ids = [samples(tmp_path / name, 2) for name in ("whole", "killed")]
-    assert ids[0] == ids[1]  # each step once, as in the log
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     whole = [json.loads(line) for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()]
     assert rows_of(rows) == rows_of(whole) and len(rows) == 40

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from harness import ROOT, run_ranks
 
 import ring_allreduce
-from support.flags import UserError
 from ring_allreduce import (
     DTYPES,
     FLOATS,
@@ -23,6 +22,7 @@ from ring_allreduce import (
     ring_all_reduce,
     ring_plan,
 )
+from support.flags import UserError
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

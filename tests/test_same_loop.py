@@ -60,7 +60,7 @@ def test_idea_and_run_are_told_apart(script):
     idea, run, loop = (
         text.find("# --- the idea"),
         text.find("# --- the run ---"),
-        text.find("for step in range(start, cfg.steps)"),
+        text.find("for step in range(first, cfg.steps)"),
     )
     assert 0 < idea < run < loop
 

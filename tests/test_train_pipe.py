@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
 
-from support import prepare
 import train_ddp
 import train_pipe
-from support.flags import UserError
 from model import SIZES, ModelConfig, flops_per_token, unit_shapes
+from support import prepare
+from support.flags import UserError
 from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
 
 LAYERS = 7  # divides by none of 2, 3, 4 stages
@@ -429,7 +429,8 @@ def test_all_stages_skip_a_bad_gradient(tmp_path):
 
 
 BROKEN = """
-import launch, train_pipe
+import train_pipe
+from support.start import run_script
 
 class Pipeline(train_pipe.Pipeline):
     calls = 0
@@ -440,7 +441,7 @@ class Pipeline(train_pipe.Pipeline):
         return super().forward(chunk, *args)
 
 train_pipe.Pipeline = Pipeline
-launch.run_script(train_pipe.main, train_pipe.Config, "")
+run_script(train_pipe.main, train_pipe.predict, train_pipe.Config, "")
 """
 
 

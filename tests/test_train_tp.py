@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
-import launch
-from support import prepare
 import train_ddp
 import train_tp
 from checkpoint import Checkpointer
-from support.flags import UserError
-from support.meter import COLLECTIVES, Meter
 from model import SIZES
 from optim import LossScaler
+from support import prepare
+from support.flags import UserError
+from support.meter import COLLECTIVES, Meter
+from support.resume import progress, resume
+from support.start import start
 
 HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 4; 61 words: padded to 64
 KINDS = {
@@ -97,7 +98,7 @@ class Observed(train_tp.TensorParallel):
         super().__init__(model, run, group)
         self.digests, self.steps = [], 0
         seen["digests"] = self.digests
-        seen["layout"] = (run.dp_rank, self.team.rank)
+        seen["layout"] = (run.place().replica, self.team.rank)
         if "norms dominate" in run.out:
             small_norms(self)
         seen["first"] = self.digest("block.0")
@@ -215,15 +216,15 @@ def relay(rank, folder, source):
         )
         cfg = dataclasses.replace(cfg, out=f"{folder}/{out}", steps=50, resume=source, **flags)
         if isinstance(cfg, train_tp.Config):
-            run = launch.start(cfg, "train_tp", model_parallel=cfg.tp)
+            run = start(cfg, "train_tp", tp=cfg.tp)
             team, replicas = train_tp.make_groups(run)
             state = train_tp.TensorParallel(train_tp.TensorParallelGPT(run.model_cfg, team), run, replicas)
         else:
-            run = launch.start(cfg, "train_ddp")
+            run = start(cfg, "train_ddp")
             state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
         saver, scaler = Checkpointer(f"{run.out}/ckpt", group=run.control), LossScaler(run.cfg)
-        step, updates = launch.resume(run, saver, state, scaler)
-        saver.save(step, state.pieces(), launch.progress(run, updates, scaler))
+        step, updates = resume(run, saver, state, scaler)
+        saver.save(step, state.pieces(), progress(run, updates, scaler))
         saver.wait()
         source = f"{run.out}/ckpt/{Path(source).name}"
 

@@ -12,10 +12,10 @@ from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, t
 import train_ddp
 import train_pipe
 import train_zero
-from support.flags import UserError
-from launch import Run
-from support.meter import Meter, at
 from model import SIZES, n_params
+from support.flags import UserError
+from support.meter import Meter, at
+from support.run import Run
 
 KINDS = {
     "plain": {},
@@ -80,23 +80,7 @@ def test_parity(world_size, reference, tmp_path):
 def plan(stage, world_size, accum):
     """predict() for 6b in bf16 on so many ranks: per-parameter bytes held, and handed over by collective."""
     cfg = train_zero.Config(stage=stage, micro_batch=1, dtype="bfloat16")
-    run = Run(
-        cfg,
-        0,
-        world_size,
-        torch.device("cpu"),
-        torch.bfloat16,
-        None,
-        None,
-        SIZES["6b"],
-        None,
-        None,
-        world_size,
-        0,
-        accum,
-        None,
-        "",
-    )
+    run = Run(cfg, 0, world_size, torch.device("cpu"), torch.bfloat16, accum=accum, model_cfg=SIZES["6b"])
     memory, traffic = train_zero.predict(run)
     P = n_params(run.model_cfg)
     held = sum(memory[term] for term in ("compute weights", "gradients", "master weights", "moments")) / P
@@ -138,7 +122,7 @@ def test_measured_memory_is_what_the_formulas_say():
         cfg = module.Config(dtype="bfloat16", compile=True, **flags)
         model = dataclasses.replace(SIZES[row["model"]], **{k: row[k] for k in ("seq_len", "vocab_size") if k in row})
         ranks, facts = row.get("ranks", row["gpus"]), {"accum": row.get("accum", 1), "copy_engine": pipe}
-        run = Run(cfg, 0, ranks, torch.device("cpu"), torch.bfloat16, model_cfg=model, dp=1 if pipe else ranks, **facts)
+        run = Run(cfg, 0, ranks, torch.device("cpu"), torch.bfloat16, model_cfg=model, pp=ranks if pipe else 1, **facts)
         predicted = sum(module.predict(run)[0].values()) / 1e9
         assert predicted == pytest.approx(row["predicted_gb"], abs=0.006), row
         assert predicted == pytest.approx(row["measured_gb"], rel=0.1), row
