@@ -124,11 +124,21 @@ def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dic
     rows = {}
     for name, flags in variants.items():
         base = dict(
-            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{name}", device="cpu", dtype="float64", global_batch=12,
-            micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0, save_every=1000, log_every=1000,
+            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{name}", device="cpu", dtype="float64",
+            global_batch=12, micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
+            save_every=1000, log_every=1000,
         )  # fmt: skip
         rows[name] = module.main(module.Config(**base | flags))
     return rows
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The whole model's logits, (B, T) -> (B, T, V); in training it only gives its loss."""
+    h = model.embed(x)
+    for block in model.blocks:
+        h = block(h, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
+    return model.logits(h)
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -743,7 +743,7 @@ def test_what_was_not_read_as_it_should_ends_the_run(tmp_path, kind, workers):
 
 
 def test_every_window_counts_in_the_proof():
-    """Also number 0, which the hash's mixer alone would map to 0; and one of a batch's windows exchanged for any other."""
+    """Number 0 too, which the mixer alone maps to 0; and one that stands in for another is seen."""
     hashes = [data.hash_sum(np.array([w])) for w in range(20_000)]
     assert hashes == [hash32(w) for w in range(20_000)] and min(hashes) > 0
     assert len(set(hashes)) >= 19_999  # 32 bits: less than one pair in twenty is expected
