@@ -151,8 +151,8 @@ class Bucket:
     which it sums; grad_shard, which AdamW reads; and owned, the part of the sum that this rank counts in the norm.
     """
 
-    def __init__(self, name: str, what: Held, run: Run, group: dist.ProcessGroup, shared: bool):
-        self.name, self.group, self.owner, self.twin = name, group, what.owner, what.twin
+    def __init__(self, number: int, name: str, what: Held, run: Run, group: dist.ProcessGroup, shared: bool):
+        self.number, self.name, self.group, self.owner, self.twin = number, name, group, what.owner, what.twin
         # stable: matrices first, else as given
         self.slices = dict(sorted(what.slices.items(), key=lambda item: len(item[1].whole) < 2))
         self.start: dict[str, int] = {}

@@ -69,8 +69,8 @@ class DataParallel:
         self.buckets: dict[str, Bucket] = {}
         self.first_micro = self.last_micro = True
         me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all this would not die
-        for unit, what in (held or held_by(run)).items():
-            bucket = self.buckets[unit] = Bucket(unit, what, run, self.groups[what.holders], self.shared)
+        for i, (unit, what) in enumerate((held or held_by(run)).items()):
+            bucket = self.buckets[unit] = Bucket(i, unit, what, run, self.groups[what.holders], self.shared)
             self.add_buffers(bucket)
             for name in what.slices:
                 param = model.set_param(name, bucket.view(bucket.weights, name).data)

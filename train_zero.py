@@ -126,7 +126,7 @@ class Zero1(DataParallel):
 
     def add_buffers(self, bucket: Bucket) -> None:
         """Whole weights, of which the shard is a view; whole gradients, summed over micro-batches."""
-        bucket.slot, bucket.gathering = len(self.buckets) % 2, None
+        bucket.slot, bucket.gathering = bucket.number % 2, None
         bucket.weights = torch.empty(bucket.padded, dtype=self.run.dtype, device=self.run.device)
         bucket.shard = bucket.weights[bucket.mine]
         bucket.grad = torch.zeros(bucket.padded, dtype=self.run.master_dtype, device=self.run.device)
@@ -330,7 +330,7 @@ class Zero3(Zero2):
     def add_buffers(self, bucket: Bucket) -> None:
         """Of weights and gradients the share; whole weights in a buffer that others use too."""
         super().add_buffers(bucket)
-        place = buffer_of(len(self.buckets), self.run.model_cfg.tie)
+        place = buffer_of(bucket.number, self.run.model_cfg.tie)
         bucket.shard, bucket.weights = self.shards[bucket.name], self.places[place][: bucket.padded]
 
     def use(self, unit: str) -> None:

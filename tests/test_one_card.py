@@ -32,6 +32,11 @@ FORMS = {
     "gpipe": ("train_pipe", {"schedule": "gpipe"}),
     "interleaved": ("train_pipe", {"schedule": "interleaved", "chunks": 2}),
     "1f1b, collectives": ("train_pipe", {"copy_engine": False}),
+    "3d, tp 2": ("train_3d", {"tp": 2, "pp": 1}),
+    "3d, pp 2": ("train_3d", {"tp": 1, "pp": 2}),
+    "3d, pp 2, interleaved": ("train_3d", {"tp": 1, "pp": 2, "schedule": "interleaved"}),
+    "3d, dp 2": ("train_3d", {"tp": 1, "pp": 1}),
+    "3d, dp 2, replicated": ("train_3d", {"tp": 1, "pp": 1, "zero": 0}),
 }
 
 

@@ -64,6 +64,7 @@ def everywhere(**flags):
     """The same flags for every strategy on 2 ranks, the global batch of 12 in one pass."""
     more = {"train_ddp": {"micro_batch": 6}, "train_zero": {"micro_batch": 6, "stage": 3}}
     more |= {"train_tp": {"micro_batch": 12}, "train_pipe": {"micro_batch": 12}}
+    more |= {"train_3d": {"micro_batch": 12, "tp": 1, "pp": 2}}
     return {script: (script, flags | own) for script, own in more.items()}
 
 
@@ -200,7 +201,6 @@ def test_clip_comes_after_unscale(tmp_path):
 def gradients_of_a_step(rank, folder, variants):
     """By variant, the first step's gradients of NAME: each micro-batch's as computed, and the sum that the optimizer is about to read."""
     import train_ddp
-    import train_zero
 
     made, summed = [], []
     set_param = GPT.set_param
@@ -212,21 +212,19 @@ def gradients_of_a_step(rank, folder, variants):
         return param
 
     GPT.set_param = watched
-    for strategy in (train_ddp.DataParallel, train_zero.Zero):
-        norm = strategy.grad_norm
+    finish = train_ddp.DataParallel.finish
 
-        def grad_norm(self, norm=norm):
-            pieces = self.pieces()[NAME].boxes  # where this rank's part lies ...
-            if isinstance(self, train_ddp.DataParallel):
-                summed.append(self.buckets["block.1"].unit.view(self.buckets["block.1"].grad, NAME).clone())
-            else:  # ... in a shard of the same layout as the masters'
-                unit = self.units[2]
-                found = unit.flat.pieces("", unit.grad_shard, unit.first)[NAME].boxes
-                assert [offsets for offsets, _ in found] == [offsets for offsets, _ in pieces]
-                summed.append([(offsets, box.clone()) for offsets, box in found])
-            return norm(self)
+    def watched_finish(self):
+        square, bucket = finish(self), self.buckets["block.1"]
+        if self.shared:  # this rank's share of the sum, which lies as its share of the masters does
+            piece = next(part.piece(t, at) for n, part, t, at in bucket.parts(bucket.grad_shard) if n == NAME)
+            assert [offsets for offsets, _ in piece.boxes] == [offsets for offsets, _ in self.pieces()[NAME].boxes]
+            summed.append([(offsets, box.clone()) for offsets, box in piece.boxes])
+        else:
+            summed.append(bucket.view(bucket.grad, NAME).clone())
+        return square
 
-        strategy.grad_norm = grad_norm
+    train_ddp.DataParallel.finish = watched_finish
     found = {}
     for name, (script, flags) in variants.items():
         made.clear()

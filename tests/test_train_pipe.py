@@ -15,10 +15,13 @@ from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, t
 
 import train_ddp
 import train_pipe
-from model import SIZES, ModelConfig, flops_per_token, unit_shapes
+from buckets import held_by
+from model import SIZES, ModelConfig, flops_per_token, params
 from support import prepare
-from support.flags import UserError
-from train_pipe import cut, draw, most_in_flight, schedule, stage_units, timeline
+from support.flags import Config, UserError
+from support.run import Run
+from support.timeline import draw, most_in_flight, timeline
+from train_pipe import cut, schedule
 
 LAYERS = 7  # divides by none of 2, 3, 4 stages
 LAYOUTS = [(name, p, m, 1) for name in ("gpipe", "1f1b") for p in range(1, 9) for m in range(1, 17)]
@@ -42,7 +45,7 @@ def test_schedule():
             most = {"gpipe": m, "1f1b": min(stages - stage, m)}
             most["interleaved"] = min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, m * chunks)
             assert most_in_flight(order) == most[name]
-        rows = timeline(name, stages, m, chunks)
+        rows = timeline(schedule, name, stages, m, chunks)
         assert [[step[1:] for step in row] for row in rows] == orders
         starts = {
             (op, n // m * stages + s, n % m): start for s, row in enumerate(rows) for start, op, n in row
@@ -60,7 +63,7 @@ def test_timeline_finds_a_deadlock(monkeypatch):
         train_pipe, "schedule", lambda name, s, *sizes: [("F", 0), ("B", 0)] if s else [("B", 0), ("F", 0)]
     )
     with pytest.raises(ValueError, match="every stage waits"):
-        timeline("1f1b", 2, 1)
+        timeline(train_pipe.schedule, "1f1b", 2, 1)
 
 
 def test_no_deadlock_and_no_mix_up_on_the_links():
@@ -95,16 +98,6 @@ def test_no_deadlock_and_no_mix_up_on_the_links():
                     program.pop(0)
                     moved = True
         assert not any(programs) and sent == taken, (name, stages, m, chunks)
-
-
-def test_draw():
-    assert draw("1f1b", 2, 2).splitlines() == [
-        "1f1b: 2 stages, 2 micro-batches, idle 33.3% of the time",
-        "  stage 0  F0F1 . .B0-- .B1--  holds 2",
-        "  stage 1   .F0B0--F1B1-- . .  holds 1",
-    ]
-    for drawing in (draw("gpipe", 4, 4), draw("1f1b", 4, 4), draw("interleaved", 4, 4, 2)):
-        assert drawing.replace("\n", "\n    ") in train_pipe.__doc__
 
 
 def config(n_layer, vocab_size=61, **more):
@@ -148,9 +141,10 @@ def test_cut_of_6b():
 def test_every_parameter_has_its_stage(tie):
     cfg = config(LAYERS, tie=tie)
     for stages in range(1, LAYERS + 1):
-        held = [stage_units(cfg, [part]) for part in cut(cfg, stages)]
-        for name in (name for names in unit_shapes(cfg).values() for name in names):
-            where = [s for s, units in enumerate(held) if any(name in names for names in units.values())]
+        run = Run(Config(), 0, stages, torch.device("cpu"), pp=stages, model_cfg=cfg)
+        held = [held_by(run, [part]) for part in cut(cfg, stages)]
+        for name in params(cfg):
+            where = [s for s, units in enumerate(held) if any(name in what.slices for what in units.values())]
             assert (
                 where == ([0, stages - 1] if tie and name == "tok_emb.weight" and stages > 1 else where[:1]) and where
             )
@@ -178,7 +172,7 @@ def test_command_line(tmp_path):
     done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
     assert (
         done.returncode == 0
-        and done.stdout == f"{draw('gpipe', 3, 6)}\n{draw('1f1b', 3, 6)}\n{draw('interleaved', 3, 6, 2)}\n"
+        and done.stdout == f"{draw(schedule, 'gpipe', 3, 6)}\n{draw(schedule, '1f1b', 3, 6)}\n{draw(schedule, 'interleaved', 3, 6, 2)}\n"
     )
     done = command("--draw", "--global-batch", "2", "--micro-batch", "4")
     assert (done.returncode, done.stderr) == (
@@ -268,19 +262,19 @@ def watched(rank, folder, variants):
     """train() of train_pipe, and by variant: the state's digests after every update, predicted and counted traffic."""
     states, traffic = {}, {}
 
-    class Pipeline(train_pipe.Pipeline):
+    class Watched(train_pipe.DataParallel):
         def adamw_step(self, *args):
             super().adamw_step(*args)
             states.setdefault(self.run.out, []).append(digests(self.buckets))
 
     class Meter(train_pipe.Meter):
         def summary(self, memory, predicted):
-            traffic[self.run.out] = predicted, self.step_traffic
+            traffic[self.run.out] = self.compare(predicted)
             super().summary(memory, predicted)
 
-    real, train_pipe.Pipeline, train_pipe.Meter = (train_pipe.Pipeline, train_pipe.Meter), Pipeline, Meter
+    real, train_pipe.DataParallel, train_pipe.Meter = (train_pipe.DataParallel, train_pipe.Meter), Watched, Meter
     rows = train(rank, "train_pipe", folder, variants)
-    train_pipe.Pipeline, train_pipe.Meter = real
+    train_pipe.DataParallel, train_pipe.Meter = real
     return {name: (rows[name], states[f"{folder}/{name}"], traffic[f"{folder}/{name}"]) for name in variants}
 
 
@@ -319,9 +313,7 @@ def test_parity(pp, dp, reference, tmp_path):
             assert [(r["loss"], r["grad_norm"]) for r in result[name][0]] == [
                 (r["loss"], r["grad_norm"]) for r in results[0][name][0]
             ]
-            predicted, counted = result[name][2]
-            sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
-            assert {op: (len(s), sum(s)) for op, s in sizes.items()} == counted
+            assert all(predicted == counted for predicted, counted in result[name][2].values()) and result[name][2]
         steps = [[state for state in result[name][1]] for result in results]
         for states in zip(*steps):
             for stage in range(pp):  # replicas of a stage, bit for bit
@@ -334,8 +326,7 @@ def resumed(rank, folder, out, source, steps, kind):
     """The state as it is right after loading `source`, of this rank; then training goes on to `steps` in `out`."""
     loaded = {}
     module = {"ddp": train_ddp, "pipe": train_pipe}[kind]
-    name = {"ddp": "DataParallel", "pipe": "Pipeline"}[kind]
-    real = getattr(module, name)
+    real = module.DataParallel
 
     class Loaded(real):
         def masters_changed(self):
@@ -345,12 +336,12 @@ def resumed(rank, folder, out, source, steps, kind):
                 assert len(piece.boxes) == 1 and not any(offsets) and box.shape == piece.shape
                 loaded[key] = box.clone()
 
-    setattr(module, name, Loaded)
+    module.DataParallel = Loaded
     more = {"resume": source} if source else {}
     rows = train(
         rank, f"train_{kind}", folder, {out: {"tie": True, "micro_batch": 3, "steps": steps, "min_lr": 1e-3} | more}
     )[out]
-    setattr(module, name, real)
+    module.DataParallel = real
     return loaded, rows
 
 
@@ -405,17 +396,18 @@ def poisoned(rank, folder):
     """A gradient of the middle stage is not finite in step 2: digests after each step, and the log."""
     states = []
 
-    class Pipeline(train_pipe.Pipeline):
+    class Poisoned(train_pipe.DataParallel):
         def finish(self):
-            super().finish()
+            square = super().finish()
             states.append(digests(self.buckets))
+            return square
 
         def grad_ready(self, bucket, name, param):
             if len(states) == 2 and name == "blocks.2.wq.weight" and self.last_micro:
                 param.grad[0, 0] = float("nan")
             super().grad_ready(bucket, name, param)
 
-    train_pipe.Pipeline = Pipeline
+    train_pipe.DataParallel = Poisoned
     more = {"nan": {"steps": 6, "micro_batch": 3, "overlap": False}}
     return train(rank, "train_pipe", folder, more)["nan"], states
 
@@ -432,7 +424,7 @@ BROKEN = """
 import train_pipe
 from support.start import run_script
 
-class Pipeline(train_pipe.Pipeline):
+class Stage(train_pipe.Stage):
     calls = 0
     def forward(self, chunk, *args):
         self.calls += 1
@@ -440,7 +432,7 @@ class Pipeline(train_pipe.Pipeline):
             raise RuntimeError("the middle stage is out of luck")
         return super().forward(chunk, *args)
 
-train_pipe.Pipeline = Pipeline
+train_pipe.Stage = Stage
 run_script(train_pipe.main, train_pipe.predict, train_pipe.Config, "")
 """
 

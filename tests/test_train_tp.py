@@ -13,13 +13,15 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 import train_ddp
 import train_tp
+from buckets import held_by
 from checkpoint import Checkpointer
-from model import SIZES
+from model import SIZES, ModelConfig
 from optim import LossScaler
 from support import prepare
 from support.flags import UserError
 from support.meter import COLLECTIVES, Meter
 from support.resume import progress, resume
+from support.run import Run
 from support.start import start
 
 HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 4; 61 words: padded to 64
@@ -80,9 +82,9 @@ seen: dict = {}
 def small_norms(state):
     """Scale what the norms put out, so that their gradient is most of the whole."""
     for b in state.buckets.values():
-        for name in b.unit.shapes:
+        for name in b.slices:
             if name.endswith("norm.weight"):
-                b.unit.view(b.master, name).mul_(0.02)
+                b.view(b.master, name).mul_(0.02)
     state.masters_changed()
 
 
@@ -93,12 +95,12 @@ class Reference(train_ddp.DataParallel):
             small_norms(self)
 
 
-class Observed(train_tp.TensorParallel):
-    def __init__(self, model, run, group):
-        super().__init__(model, run, group)
+class Observed(train_tp.DataParallel):
+    def __init__(self, model, run, held):
+        super().__init__(model, run, held)
         self.digests, self.steps = [], 0
         seen["digests"] = self.digests
-        seen["layout"] = (run.place().replica, self.team.rank)
+        seen["layout"] = (run.place().replica, run.place().seat)
         if "norms dominate" in run.out:
             small_norms(self)
         seen["first"] = self.digest("block.0")
@@ -113,8 +115,9 @@ class Observed(train_tp.TensorParallel):
         super().grad_ready(bucket, name, param)
 
     def finish(self):
-        super().finish()
+        square = super().finish()
         self.steps += 1
+        return square
 
     def adamw_step(self, *args):
         super().adamw_step(*args)
@@ -139,7 +142,7 @@ class ObservedMeter(Meter):
 
 
 def observed(rank, folder, variants):
-    train_tp.TensorParallel, train_tp.Meter = Observed, ObservedMeter
+    train_tp.DataParallel, train_tp.Meter = Observed, ObservedMeter
     result = {}
     for name, flags in variants.items():
         rows = train(rank, "train_tp", folder, {name: flags})[name]
@@ -217,8 +220,8 @@ def relay(rank, folder, source):
         cfg = dataclasses.replace(cfg, out=f"{folder}/{out}", steps=50, resume=source, **flags)
         if isinstance(cfg, train_tp.Config):
             run = start(cfg, "train_tp", tp=cfg.tp)
-            team, replicas = train_tp.make_groups(run)
-            state = train_tp.TensorParallel(train_tp.TensorParallelGPT(run.model_cfg, team), run, replicas)
+            model = train_tp.TensorParallelGPT(run.model_cfg, train_tp.Team(run))
+            state = train_tp.DataParallel(model, run, held_by(run))
         else:
             run = start(cfg, "train_ddp")
             state = train_ddp.DataParallel(train_ddp.GPT(run.model_cfg), run)
@@ -284,14 +287,17 @@ def refusals(rank, folder):
     found["sub-group"] = sub_group(rank, folder)
 
     # a token id that no rank has: an error as in one process, not a zero vector
-    team = train_tp.Team(4, rank, dist.group.WORLD, None)
-    table = train_tp.VocabParallelEmbedding(61, 4, team).to_empty(device="cpu")
+    run = Run(train_tp.Config(), rank, 4, torch.device("cpu"), tp=4, model_cfg=ModelConfig(1, 4, 4, 8, 8, 61, 8))
+    team = train_tp.Team(run)
+    model = train_tp.TensorParallelGPT(run.model_cfg, team)
+    train_tp.DataParallel(model, run, held_by(run))
+    table = model.embed
     logits = torch.zeros(1, 2, 16)
     for bad in (61, 63, 64, 1000, -1):
         found[f"input {bad}"] = message(lambda bad=bad: table(torch.tensor([[3, bad]])))
     for bad in (61, 63, 1000, -2):
         found[f"target {bad}"] = message(lambda bad=bad: train_tp.own_stats(logits, torch.tensor([[3, bad]]), 61, team))
-    assert table(torch.tensor([[3, 60]])).shape == (1, 2, 4)
+    assert table(torch.tensor([[3, 60]])).shape == (1, 2, 8)
     return found
 
 

@@ -89,9 +89,9 @@ def plan(stage, world_size, accum):
 
 TABLE = {  # stage: bytes held on 1, 2 and 8 ranks, then what is handed over, by collective, as the docstring writes it
     0: ([18, 18, 18], {"all_reduce": "4"}),
-    1: ([18, 12, 7.5], {"reduce_scatter": "4", "all_gather": "2"}),
-    2: ([18, 10, 4], {"reduce_scatter": "2 A", "all_gather": "2"}),
-    3: ([18, 9, 2.25], {"reduce_scatter": "2 A", "all_gather": "4 A"}),
+    1: ([18, 12, 7.5], {"exchange": "4", "all_gather": "2"}),
+    2: ([18, 10, 4], {"exchange": "2 A", "all_gather": "2"}),
+    3: ([18, 9, 2.25], {"exchange": "2 A", "all_gather": "4 A"}),
 }
 
 
