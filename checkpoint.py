@@ -455,7 +455,7 @@ class Checkpointer:
     """Saves into and loads from `folder`; one save runs in the background at a time, close() ends the last one.
 
     Every method but protect() is collective over `group` (default: all ranks), which must share the folder: that is
-    checked here.
+    checked here. Checkpointers of the same ranks speak over one group: close one before another is used.
     """
 
     def __init__(self, folder: str | Path, *, group: dist.ProcessGroup | None = None, keep_last: int = 2):

@@ -14,9 +14,8 @@ are left out and counted.
 
 The result is a folder: train.bin and val.bin, headerless little-endian uint16 (uint32 above 65,536 ids), cut into
 train-00000.bin ... above 1 GiB, train.mask beside where targets are masked, and meta.json, which says what it is.
-
-Files are read in order by one thread and encoded by as many as there are cores, a bounded number of pieces ahead: the size of
-the input does not matter.
+Files are read by one thread and encoded by as many as there are cores, a bounded number of pieces ahead, whatever the
+size of the input.
 """
 
 import codecs
@@ -59,10 +58,8 @@ BORDER = re.compile(r"\S(?= )|[^\W_](?=[\s\u3001\u3002\uff01\uff0c\uff1f])")
 def load_tokenizer(name: str) -> tiktoken.Encoding:
     """A tiktoken encoding by name, or "bytes": 256 byte tokens and <|endoftext|> = 256, which needs no network."""
     if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding(
-            "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-        )
+        ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+        return tiktoken.Encoding(name, pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens=special)
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise UserError(f"unknown tokenizer {name!r}: tiktoken has {', '.join(sorted(known))}, and there is bytes")
@@ -70,7 +67,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return tiktoken.get_encoding(name)
     except Exception as error:  # requests' own errors, a wrong hash, an unwritable cache: all the same to the user
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:150]
-        hint = "set TIKTOKEN_CACHE_DIR to the folder that a machine with a network has filled under this name, or use --tokenizer bytes"
+        hint = "set TIKTOKEN_CACHE_DIR to a folder that a machine with a network has filled, or use --tokenizer bytes"
         raise UserError(f"tokenizer {name}: the vocabulary could not be downloaded ({reason}): {hint}") from None
 
 
@@ -132,26 +129,21 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
     for number, row in enumerate(rows, 1):
         where = f"{path}:{number}"
         try:
-            if isinstance(row, bytes):
-                row = (
-                    json.loads(row.decode().removeprefix("\ufeff")) if row.strip() else {field: ""}
-                )  # a blank line: empty
-            else:
+            if not isinstance(row, bytes):
                 row = {field: row.as_py()}
-            if isinstance(row, dict) and "ids" in row:
+            else:  # a blank line is an empty document
+                row = json.loads(row.decode().removeprefix("\ufeff")) if row.strip() else {field: ""}
+            document = row if isinstance(row, dict) else {}
+            if "ids" in document:
                 ids = check_ids(np.asarray(row["ids"]), 0, vocab_size)
                 mask = None if row.get("mask") is None else np.asarray(row["mask"])
                 if mask is not None and (mask.shape != ids.shape or not np.isin(mask, (0, 1)).all()):
                     raise ValueError(f'"mask" must be a 0 or 1 for each of the {len(ids)} ids')
                 yield Piece(ids, where, mask)
-            elif isinstance(row, dict) and isinstance(row.get(field), str):
+            elif isinstance(document.get(field), str):
                 yield from cut([row[field]], where)
             else:
-                found = (
-                    {k: type(v).__name__ for k, v in row.items()}
-                    if isinstance(row, dict)
-                    else f"a {type(row).__name__}"
-                )
+                found = {key: type(value).__name__ for key, value in document.items()} or f"a {type(row).__name__}"
                 raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}')
         except UnicodeDecodeError as error:
             bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
@@ -198,7 +190,7 @@ def check_ids(ids: np.ndarray, start: int, vocab_size: int | None) -> np.ndarray
 
 
 def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
-    """Files to read in order, and how many in the folders were left, by suffix. A file named outright is always read."""
+    """Files to read in order, and how many in the folders were left, by suffix. A file that is named is always read."""
     text, binary = (*TEXT, *LINES), (".parquet", *(IDS if with_ids else ()))
     files, left = [], Counter()
 
@@ -206,35 +198,30 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
         raise UserError(f"{error.filename}: {error.strerror}")
 
     for name in inputs:
-        if os.path.isfile(name):
+        if not os.path.isdir(name):
+            if not os.path.isfile(name):
+                raise UserError(f"{name}: no such file or folder")
             files.append(name)
-        elif not os.path.isdir(name):
-            raise UserError(f"{name}: no such file or folder")
-        for folder, folders, names in os.walk(
-            name, onerror=unreadable if os.path.isdir(name) else None
-        ):  # a file has none
+            continue
+        for folder, folders, names in os.walk(name, onerror=unreadable):
             folders.sort()
-            left["link to a folder"] += sum(
-                os.path.islink(os.path.join(folder, f)) for f in folders
-            )  # not followed: it may lead back
-            for path in filter(
-                os.path.isfile, (os.path.join(folder, n) for n in sorted(names))
-            ):  # no dead links, no pipes
+            links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
+            left["link to a folder"] += len(links)  # not followed: it may lead back
+            for path in (os.path.join(folder, n) for n in sorted(names)):
                 if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
-                    files.append(path)
+                    files += [path] if os.path.isfile(path) else []  # no dead links, no pipes
                 else:
                     left[Path(path).suffix.lower() or "no suffix"] += 1
     files = list({os.path.realpath(file): file for file in files}.values())  # a document named twice is one
     left = +left
     if not files:
-        raise UserError(
-            f"no files in {', '.join(inputs)}: wanted {' '.join(text)} (also .gz) {' '.join(binary)}, found {dict(left)}"
-        )
+        wanted = f"wanted {' '.join(text)} (also .gz) {' '.join(binary)}"
+        raise UserError(f"no files in {', '.join(inputs)}: {wanted}, found {dict(left)}")
     return files, left
 
 
 def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
-    """All pieces of all files in order. Reports the bytes read (compressed ones where compressed), at most once a second."""
+    """All pieces of all files in order. Reports the bytes read, as they lie on the disk, at most once a second."""
     total, before = sum(map(os.path.getsize, files)), 0
     begun = said = time.monotonic()
     for path in files:
@@ -268,7 +255,7 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
 
 
 def batches(pieces: Iterator[Piece], val: float, seen: Counter) -> Iterator[tuple[str, list[Piece]]]:
-    """Lists of about PIECE characters or ids, each with its split. Counts documents, empty ones left out, into `seen`."""
+    """Lists of about PIECE characters or ids, each with its split. Counts documents, also empty ones, in `seen`."""
     waiting, size, split, first = {"train": [], "val": []}, Counter(), "train", True
     for piece in pieces:
         kind = "text" if isinstance(piece.payload, str) else "ids"
@@ -292,25 +279,21 @@ def batches(pieces: Iterator[Piece], val: float, seen: Counter) -> Iterator[tupl
 def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_size: int, dtype: str, bad: Bad) -> tuple:
     """Runs in a thread, tiktoken works without the GIL: split, ids, mask, number of documents."""
     split, pieces = batch
-    eot = np.array([encoding.eot_token]).astype(dtype)  # a vocabulary too small for it is refused below
     ids, masks, documents = [np.empty(0, dtype)], [np.empty(0, np.uint8)], 0
     for piece in pieces:
         new = piece.payload
         if isinstance(new, str):
             if encoding.n_vocab > vocab_size:
-                raise UserError(
-                    f"{piece.where}: text, but --vocab-size {vocab_size} is less than {encoding.name}'s {encoding.n_vocab} ids"
-                )
+                known = f"{encoding.name}'s {encoding.n_vocab} ids"
+                raise UserError(f"{piece.where}: text, but --vocab-size {vocab_size} is less than {known}")
             try:
                 new = encode_text(encoding, new)
-            except (
-                BaseException
-            ) as error:  # tiktoken's Rust panics derive from BaseException alone; no Ctrl-C comes to a thread
+            except BaseException as error:  # Rust panics derive from this alone; no Ctrl-C comes to a thread
                 bad(f"{piece.where}: the tokenizer cannot encode this ({type(error).__name__}: {str(error)[:120]})")
                 if piece.first:
                     continue
-                new = np.empty(0, dtype)  # of a long document the pieces before are written: it still gets its end mark
-            new = np.concatenate([new, eot]) if piece.last else new
+                new = []  # of a long document the pieces before are written: it still gets its end mark
+            new = np.append(new, encoding.eot_token) if piece.last else new
         ids.append(new)
         masks.append(np.ones(len(new), np.uint8) if piece.mask is None else piece.mask)
         documents += piece.last
@@ -319,7 +302,7 @@ def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_si
 
 
 def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
-    """function(item) of each item. Only `ahead` are begun before they are asked for, unlike pool.map: that bounds the memory."""
+    """function(item) of each item. Unlike pool.map only `ahead` are begun before they are asked for: bounded memory."""
     pending = deque()
     for item in items:
         pending.append(pool.submit(function, item))
@@ -349,9 +332,37 @@ def append(folder: Path, split: str, meta: dict, ids: np.ndarray, mask: np.ndarr
         ids, mask = ids[n:], mask[n:]
 
 
+def up_to_date(folder: Path, key: dict) -> bool:
+    """Whether `folder` is a corpus made from these sources with these options; UserError if it holds anything else."""
+    old = read_meta(str(folder))[1] if folder.is_dir() else None
+    if old is None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is no prepared corpus: choose another --out")
+        return False
+    was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
+    names = [k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)]  # options before paths
+    if names:
+        found = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
+        advice = "remove it or choose another --out"
+        raise UserError(f"{folder} was prepared otherwise, {len(names)} differences ({found}): {advice}")
+    return True
+
+
+def temporary_for(folder: Path) -> Path:
+    """A new folder beside `folder`. Those of preparations that were killed are removed."""
+    begun = f"{folder.name}.tmp-{socket.gethostname()}-"
+    for old in folder.parent.glob(f"{begun}*"):
+        if not os.path.exists(f"/proc/{old.name.removeprefix(begun)}"):
+            shutil.rmtree(old, ignore_errors=True)
+    temporary = folder.with_name(f"{begun}{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
 def prepare(
-    out: str, inputs: list[str], tokenizer: str | None = None, val: float = 0.0, on_error: str = "stop", vocab_size: int | None = None,
-    workers: int | None = None, text_field: str = "text"
+    out: str, inputs: list[str], tokenizer: str | None = None, val: float = 0.0, on_error: str = "stop",
+    vocab_size: int | None = None, workers: int | None = None, text_field: str = "text",
 ) -> None:  # fmt: skip
     """Make the token folder `out`; nothing appears under that name before all of it is written and flushed.
 
@@ -359,25 +370,14 @@ def prepare(
     on_error "skip": bad lines and documents are counted and listed in meta.json, bad bytes of a text become U+FFFD.
     A folder made from the same inputs with the same options is left alone, one made otherwise is refused.
     """
-    folder = Path(out)
+    folder, temporary = Path(out).absolute(), None
     files, left = find_files(inputs, vocab_size is not None)
-    files = [f for f in files if folder.absolute() not in Path(f).absolute().parents]  # not what was made of them
+    files = [f for f in files if folder not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
     key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}
-    if folder.is_dir() and (old := read_meta(out)[1]):
-        was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
-        names = [
-            k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)
-        ]  # reverse: options before paths
-        differs = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
-        if names:
-            raise UserError(
-                f"{out} was prepared otherwise, {len(names)} differences ({differs}): remove it or choose another --out"
-            )
+    if up_to_date(folder, key):
         print(f"{out} is up to date", file=sys.stderr)
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{out} exists and is no prepared corpus: choose another --out")
     if not 0 <= val < 1:
         raise UserError(f"--val {val}: a share of the documents, 0 <= val < 1")
     if min(1 if n is None else n for n in (workers, vocab_size)) < 1:
@@ -395,17 +395,11 @@ def prepare(
         if len(skipped) < 1000:
             skipped.append(message)
 
-    begun = f"{folder.name}.tmp-{socket.gethostname()}-"
-    for old in folder.absolute().parent.glob(f"{begun}*"):  # of preparations that were killed
-        if not os.path.exists(f"/proc/{old.name.removeprefix(begun)}"):
-            shutil.rmtree(old, ignore_errors=True)
-    temporary = folder.absolute().with_name(f"{begun}{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    # threads, not processes: tiktoken drops the GIL, text need not be copied, and a small input does not wait for spawns
+    # threads, not processes: tiktoken drops the GIL, text is not copied, and a small input does not wait for spawns
     workers = workers or os.cpu_count()
     pool = ThreadPoolExecutor(workers)
     try:
-        temporary.mkdir(parents=True)
+        temporary = temporary_for(folder)
         pieces = read_files(files, text_field, vocab_size, bad)
         work = functools.partial(encode, encoding=encoding, vocab_size=vocab, dtype=dtype, bad=bad)
         for split, ids, mask, documents in in_order(pool, work, batches(pieces, val, seen), 2 * workers):
@@ -414,49 +408,40 @@ def prepare(
         if not splits["train"]["tokens"]:
             count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
             raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
-        for shard in (
-            s["shards"][0] for s in splits.values() if len(s["shards"]) == 1
-        ):  # the usual name, which nanoGPT reads too
+        for shard in (s["shards"][0] for s in splits.values() if len(s["shards"]) == 1):
             for kind in ("file", "mask"):
-                if name := shard[kind]:
+                if name := shard[kind]:  # the usual name, which nanoGPT reads too
                     shard[kind] = (temporary / name).rename(temporary / name.replace("-00000", "")).name
         meta = {"format": FORMAT, "tokenizer": tokenizer or ("bytes" if seen["text"] else "ids"), "vocab_size": vocab}
         meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
-        meta |= {
-            "empty": seen["empty"],
-            "left_out": dict(left),
-            "skipped": seen["skipped"],
-            "skipped_first": skipped,
-            "key": key,
-        }
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped}
+        (temporary / "meta.json").write_text(json.dumps(meta | {"key": key}, indent=1))
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         try:
             os.rename(temporary, folder)
         except OSError:
-            if (read_meta(out)[1] or {}).get("key") != key:  # another process made the same corpus meanwhile
+            if not up_to_date(folder, key):  # made by another process meanwhile
                 raise
         fsync(folder.parent)
     except OSError as error:
         raise UserError(f"{error.filename or temporary}: {error.strerror or error}") from None
     finally:
         pool.shutdown(cancel_futures=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
     counts = [f"{name} {s['tokens']:,} tokens in {s['documents']:,} documents" for name, s in splits.items()]
     print(f"{out}: {', '.join(counts)}; {vocab} ids, {dtype}", file=sys.stderr)
     if seen["empty"] or skipped or left:
         counts = f"{seen['empty']} empty documents, {seen['skipped']} skipped, files by suffix {dict(left)}"
         print(f"left out: {counts}", *skipped[:20], sep="\nskipped: ", file=sys.stderr)
     of_val = splits["val"]["tokens"] / (splits["train"]["tokens"] + splits["val"]["tokens"])
-    if of_val > 3 * val:
+    if of_val > 3 * val or (val and not of_val):
         print(f"the val split has {of_val:.1%} of the tokens: it is made of whole documents", file=sys.stderr)
-    if val and not splits["val"]["tokens"]:
-        print("no val split: it is made of whole documents, and there is only one", file=sys.stderr)
 
 
 def stdlib_corpus() -> str:
-    """Where the default corpus is: the Python standard library's own sources as bytes, in a folder for each state of them."""
+    """Where the default corpus is: the Python library's own sources as bytes, in a folder for each state of them."""
     state = json.dumps([(f, os.path.getsize(f), os.stat(f).st_mtime_ns) for f in _stdlib()])
     return f"corpus/stdlib-{hashlib.sha256(state.encode()).hexdigest()[:8]}"
 
@@ -471,9 +456,7 @@ def ensure_corpus(path: str) -> None:
 def _stdlib() -> list[str]:
     found = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        folders[:] = sorted(
-            name for name in folders if not name.endswith("-packages")
-        )  # what is installed there may be large
+        folders[:] = sorted(f for f in folders if not f.endswith("-packages"))  # what is installed there may be large
         found += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
     return found
 
