@@ -1,23 +1,24 @@
 """Save and resume everything, under any layout, from any layout.
 
-    python checkpoint.py verify runs/NAME/ckpt/step_00001000      # exit code 1 and the damaged file's name if it is not intact
+    python checkpoint.py verify runs/NAME/ckpt/step_00001000      # not intact: exit code 1 and the damaged file
     python checkpoint.py list runs/NAME                           # every checkpoint of a run, oldest first
 
-The lesson: a checkpoint must not know how the run was sharded. Every tensor is stored under its name and its full shape, and each rank
-writes the boxes of it that it owns. A flat ZeRO shard is a range of the row-major flattening, which is at most three boxes of a matrix
-(rest of a row, whole rows, start of a row); a tensor-parallel slice is one box; a pipeline stage holds some of the names. Reading under
-another layout is then intersecting boxes: read_boxes().
+The lesson: a checkpoint must not know how the run was sharded. Every tensor is stored under its name and its full
+shape, and each rank writes the boxes of it that it owns. A flat ZeRO shard is a range of the row-major flattening,
+which is at most three boxes of a matrix (rest of a row, whole rows, start of a row); a tensor-parallel slice is one
+box; a pipeline stage holds some of the names. Reading under another layout is intersecting boxes: read_boxes().
 
-One checkpoint is one folder, complete or absent, in the format of torch.distributed.checkpoint (DCP), whose own tools read it too:
+One checkpoint is one folder, complete or absent, in the format of torch.distributed.checkpoint (DCP), whose own tools
+read it too:
 
     step_00001000/  __0_0.distcp ...   one file per rank: its boxes, one torch.save archive each
                     .metadata          DCP's index: name -> shape, dtype, boxes, and where each box lies
                     meta.json          everything that is no tensor: config, loss scaler, data fingerprint
-                    checksums.json     size and SHA-256 of all the files above; written last, by rank 0, when all ranks are done
+                    checksums.json     size and SHA-256 of all the files above; written last, when all ranks are done
 
-It is written as .tmp-step_00001000, flushed to disk, its sizes and index checked, and then renamed; `latest` is derived from the folder
-names and checksums, never stored. Loading runs no code from a file. DCP would: it unpickles `.metadata` freely, which here goes through an
-allow-list.
+It is written as .tmp-step_00001000, flushed to disk, its sizes and index checked, and then renamed; `latest` is derived
+from the folder names and checksums, never stored. Loading runs no code from a file. DCP would: it unpickles `.metadata`
+freely, which here names nothing but stand-ins.
 """
 
 import argparse
@@ -40,9 +41,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from support.flags import UserError, run_cli
 from support.meter import at
+from support.run import make_group
 
 FORMAT = 1
 BACKGROUND = "checkpoint"  # name of the thread that writes
@@ -63,8 +65,8 @@ ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and 
 
 @dataclass
 class Piece:
-    """The part of one named tensor that this rank holds. shape: of the whole tensor; boxes: (offsets, tensor) pairs, possibly none. The
-    tensors have the box's sizes and this dtype; they may be views into flat buffers, on any device. save() reads and load() fills them."""
+    """The boxes that this rank holds of one named tensor, possibly none. shape: of the whole tensor; boxes: (offsets,
+    tensor) pairs. They may be views into flat buffers, on any device. save() reads and load() fills them."""
 
     shape: tuple
     dtype: torch.dtype
@@ -72,12 +74,13 @@ class Piece:
 
 
 def boxes_of_range(shape: tuple, start: int, stop: int) -> list[tuple[tuple, tuple, int]]:
-    """Elements [start, stop) of the row-major flattening of `shape`, cut into boxes: (offsets, sizes, flat_start) in order, each of them
-    elements [flat_start, flat_start + prod(sizes)) of the flattening. At most 1 box in 1-D, 3 in 2-D, 2n - 1 in n-D."""
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(
-            f"range [{start}, {stop}) is not inside the {math.prod(shape)} elements of shape {tuple(shape)}"
-        )
+    """Elements [start, stop) of the row-major flattening of `shape` as boxes (offsets, sizes, flat_start), in order.
+
+    Each is elements [flat_start, flat_start + prod(sizes)). At most 1 box in 1-D, 3 in 2-D, 2n - 1 in n-D.
+    """
+    n = math.prod(shape)
+    if not 0 <= start <= stop <= n:
+        raise ValueError(f"range [{start}, {stop}) is not inside the {n} elements of shape {tuple(shape)}")
     if not shape:
         return [((), (), 0)] * (stop - start)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -93,7 +96,7 @@ def boxes_of_range(shape: tuple, start: int, stop: int) -> list[tuple[tuple, tup
 
 
 def flat_piece(shape: tuple, start: int, flat: torch.Tensor) -> Piece:
-    """flat: 1-D, elements [start, start + flat.numel()) of the flattened tensor (padding cut off): what a ZeRO shard holds of it."""
+    """What a ZeRO shard holds of a tensor. flat: 1-D, its elements [start, start + flat.numel()), padding cut off."""
     boxes = boxes_of_range(shape, start, start + flat.numel())
     views = [(offsets, flat[f - start : f - start + math.prod(sizes)].view(sizes)) for offsets, sizes, f in boxes]
     return Piece(tuple(shape), flat.dtype, views)
@@ -123,9 +126,7 @@ def _fill(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple
         if not all(0 <= o and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
             return False
         for others, extent in islice(boxes, i + 1, None):
-            if (
-                not shape or others[0] >= offsets[0] + sizes[0]
-            ):  # in order of the first dimension: neither do those behind it
+            if not shape or others[0] >= offsets[0] + sizes[0]:  # sorted by this: those behind it do not overlap either
                 break
             if all(o < p + t and p < o + s for o, s, p, t in zip(offsets, sizes, others, extent)):
                 return False
@@ -133,7 +134,10 @@ def _fill(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple
 
 
 def _share_out(layouts: list[dict[str, tuple]]) -> list[set]:
-    """Which boxes, as (name, offsets), each rank writes: what several hold goes to the one with least to write. The same on every rank."""
+    """Which boxes, as (name, offsets), each rank writes; the same on every rank.
+
+    What several hold goes to the one that has least to write. ValueError where ranks disagree or boxes leave a hole.
+    """
     kinds, holders = {}, {}
     for rank, layout in enumerate(layouts):
         for name, (shape, dtype, boxes) in layout.items():
@@ -168,8 +172,8 @@ def _misfits(saved: dict[str, Piece], layouts: list[dict[str, tuple]]) -> list[s
 
 
 class _HashedFile(io.FileIO):
-    """Hashes what is written on its way to the disk: no second read of 73 GB. Unbuffered: a loader worker forked meanwhile has no bytes of
-    it to write again."""
+    """Hashes what is written on its way to the disk: no second read of 73 GB. Unbuffered: a loader worker that is
+    forked meanwhile has no bytes of it to write again."""
 
     def __init__(self, path: Path):
         super().__init__(path, "w")
@@ -185,7 +189,7 @@ class _HashedFile(io.FileIO):
 
 @contextmanager
 def _writing(path: Path, nbytes: int, sums: dict[str, list]) -> Iterator[_HashedFile]:
-    """A new file that is on the disk when the block ends, then also in sums: name -> [bytes, sha256]. UserError if it cannot be written."""
+    """A new file, on the disk when the block ends, then in sums: name -> [bytes, sha256]. UserError if that fails."""
     try:
         with _HashedFile(path) as file:
             yield file
@@ -196,29 +200,20 @@ def _writing(path: Path, nbytes: int, sums: dict[str, list]) -> Iterator[_Hashed
         if not isinstance(reason, OSError):
             raise
         free = shutil.disk_usage(path.parent).free
-        raise UserError(
-            f"cannot write {path}: {reason.strerror}; this file needs {nbytes} bytes, {free} bytes are free"
-        ) from None
+        room = f"this file needs {nbytes} bytes, {free} bytes are free"
+        raise UserError(f"cannot write {path}: {reason.strerror}; {room}") from None
 
 
 def _write_boxes(path: Path, pieces: dict[str, Piece]) -> tuple[dict[str, list], list[tuple]]:
-    """Writes the boxes of `pieces`, in host memory, one after the other. Returns the file's checksum and the index's facts of each box."""
+    """Writes the boxes of `pieces`, in host memory. Returns its checksum, and what the index says of each box."""
     sums, placed = {}, []
     with _writing(path, sum(t.nbytes for piece in pieces.values() for _, t in piece.boxes), sums) as file:
         for name, piece in pieces.items():
             for offsets, t in piece.boxes:
                 start = file.tell()
                 torch.save(t, file)
-                placed.append(
-                    (
-                        name,
-                        piece.shape,
-                        piece.dtype,
-                        offsets,
-                        t.shape,
-                        _StorageInfo(path.name, start, file.tell() - start),
-                    )
-                )
+                place = _StorageInfo(path.name, start, file.tell() - start)
+                placed.append((name, piece.shape, piece.dtype, offsets, t.shape, place))
     return sums, placed
 
 
@@ -227,100 +222,134 @@ def _make_index(placed: list[tuple]) -> dcp.Metadata:
     index = dcp.Metadata({}, planner_data={}, storage_data={}, storage_meta=dcp.StorageMeta())
     for name, shape, dtype, offsets, sizes, place in placed:
         empty = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), [])
-        index.state_dict_metadata.setdefault(name, empty).chunks.append(
-            dcp.ChunkStorageMetadata(torch.Size(offsets), sizes)
-        )
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), sizes)
+        index.state_dict_metadata.setdefault(name, empty).chunks.append(chunk)
         index.planner_data[name] = (name,)
         index.storage_data[dcp.MetadataIndex(name, offsets)] = place
     return index
 
 
-def read_boxes(path: Path, index: dcp.Metadata, pieces: dict[str, Piece]) -> None:
-    """Fills the boxes of `pieces` with what they share with the boxes stored in checkpoint `path`. UserError if these are no tensors."""
-    for name, piece in pieces.items():
-        for chunk in index.state_dict_metadata[name].chunks:
-            stored = None
-            for offsets, t in piece.boxes:
-                spans = [
-                    (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offsets, t.shape, chunk.offsets, chunk.sizes)
-                ]
-                if all(low < high for low, high in spans):
-                    if stored is None:
-                        stored = _read_box(
-                            path, index.storage_data[dcp.MetadataIndex(name, chunk.offsets)], chunk.sizes, piece.dtype
-                        )
-                    ours = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, offsets))
-                    theirs = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, chunk.offsets))
-                    t.detach()[ours].copy_(stored[theirs])
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_NAMES = {"torch.Size", "torch.serialization._get_layout", *(f"torch.{name}" for name in _DTYPES)}
+_NAMES |= {f"{cls.__module__}.{cls.__qualname__}" for cls in (
+    dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta, dcp.TensorStorageMetadata, dcp.TensorProperties,
+    dcp.ChunkStorageMetadata, dcp._MEM_FORMAT_ENCODING, _StorageInfo, dcp.BytesStorageMetadata,
+)}  # fmt: skip
 
 
-def _read_box(path: Path, place: _StorageInfo, sizes: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    try:
-        with open(path / place.relative_path, "rb") as f:
-            tensor = torch.load(_create_file_view(f, place.offset, place.length), map_location="cpu", weights_only=True)
-        if (tensor.shape, tensor.dtype) != (sizes, dtype):
-            raise ValueError(f"{tensor.dtype} {tuple(tensor.shape)} where {dtype} {tuple(sizes)} should be")
-        return tensor
-    except Exception as e:  # a hostile archive may raise anything
-        reason = str(e).strip().split("\n")[0]
-        raise UserError(
-            f"{path / place.relative_path} is refused, it is not the plain tensors its index names: {reason}"
-        ) from e
+class _Record:
+    """Stands for whatever an index names, its `kind`: keeps what it is called with and its state, and does nothing."""
 
+    def __new__(cls, *args):
+        self = super().__new__(cls)
+        self.args = args
+        return self
 
-# What DCP's index is made of; byte entries, so that they can be refused by name. Calling any of these, with whatever arguments, builds a
-# plain record and does nothing else.
-_RECORDS = [
-    dcp.Metadata,
-    dcp.MetadataIndex,
-    dcp.StorageMeta,
-    dcp.TensorStorageMetadata,
-    dcp.TensorProperties,
-    dcp.ChunkStorageMetadata,
-]
-_RECORDS += [
-    dcp.BytesStorageMetadata,
-    dcp._MEM_FORMAT_ENCODING,
-    _StorageInfo,
-    torch.Size,
-    torch.serialization._get_layout,
-]
-_ALLOWED = {(record.__module__, record.__qualname__): record for record in _RECORDS}
+    def __setstate__(self, state: object) -> None:
+        self.state = state
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _ALLOWED:
+    """Reads DCP's index without handing it one object that lives outside of this call.
+
+    An allow-list of classes would not do: a pickle can set attributes on all it is given (BUILD), so on a class or a
+    function of torch's, for the whole process, with nothing called that is not allowed. Here it is given classes made
+    for it, and on these BUILD fails as well: it finds __setstate__, which wants an instance.
+    """
+
+    def find_class(self, module: str, name: str) -> type:
+        if f"{module}.{name}" not in _NAMES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of tensors needs")
-        return _ALLOWED[module, name]
+        return type(name, (_Record,), {"kind": name})
 
 
-def read_index(path: Path) -> dcp.Metadata:
-    """DCP's index of a checkpoint. UserError if it holds anything but tensors whose boxes fill them and lie in this folder's files."""
+def _state(record: object, kind: str) -> dict:
+    """The fields of a record of this kind, and of no other."""
+    if not isinstance(record, _Record) or record.kind != kind:
+        raise TypeError(f"{type(record).__name__} where {kind} should be")
+    return record.state
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint: shape and dtype of the whole, and its boxes as (offsets, sizes, where it lies)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], _StorageInfo]]
+
+
+def read_index(path: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by name, from DCP's index.
+
+    UserError if it holds anything but tensors whose boxes fill them and lie in this folder's files.
+    """
+
+    def size(record: _Record) -> tuple[int, ...]:
+        return tuple(torch.Size(*record.args))
+
     try:
         with open(path / ".metadata", "rb") as f:
-            index = _IndexUnpickler(f).load()
-        for name, tensor in index.state_dict_metadata.items():
-            if not isinstance(tensor, dcp.TensorStorageMetadata):
+            root = _state(_IndexUnpickler(f).load(), "Metadata")
+        for name, entry in root["state_dict_metadata"].items():
+            if not isinstance(name, str) or getattr(entry, "kind", "") != "TensorStorageMetadata":
                 raise TypeError(f"entry {name!r} is a pickled object, only tensors are read")
-            for chunk in tensor.chunks:
-                file = index.storage_data[dcp.MetadataIndex(name, chunk.offsets)].relative_path
-                if not re.fullmatch(r"__\d+_\d+\.distcp", file):
-                    raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
-            if not _fill(((chunk.offsets, chunk.sizes) for chunk in tensor.chunks), tensor.size):
-                raise ValueError(f"the boxes of {name!r} do not fill its shape {tuple(tensor.size)}")
+        places = {}
+        for key, record in root["storage_data"].items():
+            key, place = _state(key, "MetadataIndex"), _state(record, "_StorageInfo")
+            name, file = key["fqn"], place["relative_path"]
+            if not re.fullmatch(r"__\d+_\d+\.distcp", file):
+                raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
+            places[name, size(key["offset"])] = _StorageInfo(file, place["offset"], place["length"])
+        index = {}
+        for name, entry in root["state_dict_metadata"].items():
+            properties, chunks = _state(entry.state["properties"], "TensorProperties"), entry.state["chunks"]
+            chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in chunks]
+            boxes = [(size(chunk["offsets"]), size(chunk["sizes"])) for chunk in chunks]
+            shape = size(entry.state["size"])
+            if not _fill(boxes, shape):
+                raise ValueError(f"the boxes of {name!r} do not fill its shape {shape}")
+            boxes = [(offsets, sizes, places[name, offsets]) for offsets, sizes in boxes]
+            index[name] = Stored(shape, _DTYPES[properties[0].kind], boxes)
     except Exception as e:  # a hostile or damaged pickle may raise anything
         raise UserError(f"{path / '.metadata'} is refused: {e}") from e
     return index
 
 
+def read_boxes(path: Path, index: dict[str, Stored], pieces: dict[str, Piece]) -> None:
+    """Fills the boxes of `pieces` with what they share with the stored ones. UserError if those are no tensors."""
+    for name, piece in pieces.items():
+        for start, sizes, place in index[name].boxes:
+            stored = None
+            for offsets, t in piece.boxes:
+                spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offsets, t.shape, start, sizes)]
+                if all(low < high for low, high in spans):
+                    if stored is None:
+                        stored = _read_box(path, place, sizes, piece.dtype)
+                    ours = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, offsets))
+                    theirs = tuple(slice(low - o, high - o) for (low, high), o in zip(spans, start))
+                    t.detach()[ours].copy_(stored[theirs])
+
+
+def _read_box(path: Path, place: _StorageInfo, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    file = path / place.relative_path
+    try:
+        with open(file, "rb") as f:
+            tensor = torch.load(_create_file_view(f, place.offset, place.length), map_location="cpu", weights_only=True)
+        if (tensor.shape, tensor.dtype) != (sizes, dtype):
+            raise ValueError(f"{tensor.dtype} {tuple(tensor.shape)} where {dtype} {sizes} should be")
+        return tensor
+    except Exception as e:  # a hostile archive may raise anything
+        reason = str(e).strip().split("\n")[0]
+        raise UserError(f"{file} is refused, it is not the plain tensors its index names: {reason}") from e
+
+
 def describe(path: str | Path) -> dict[str, Piece]:
-    """Name -> Piece without boxes, for every tensor of a checkpoint but the RNG states: what is in it. To load some of the names only, lay
-    your own pieces over these: load(path, describe(path) | mine)."""
-    tensors = read_index(Path(path)).state_dict_metadata.items()
-    return {name: Piece(tuple(t.size), t.properties.dtype) for name, t in tensors if not name.startswith("rng.")}
+    """Name -> Piece without boxes, for every tensor of a checkpoint but the RNG states: what is in it.
+
+    To load some of the names only, lay your own pieces over these: load(path, describe(path) | mine).
+    """
+    tensors = read_index(Path(path)).items()
+    return {name: Piece(t.shape, t.dtype) for name, t in tensors if not name.startswith("rng.")}
 
 
 def _read_json(file: Path) -> dict:
@@ -364,7 +393,7 @@ def _damage(file: Path, nbytes: int, sha256: str) -> str | None:
 
 
 def verify(path: str | Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """The problems of a checkpoint, one line each with the file's name; empty = intact. Reads every byte (rank's share of the files)."""
+    """The problems of a checkpoint, each naming its file; empty = intact. Reads every byte of rank's share of files."""
     path = Path(path)
     try:
         files = sorted(_manifest(path)["files"].items())[rank::world_size]
@@ -416,25 +445,24 @@ def _move_aside(path: Path, prefix: str) -> Path:
 
 
 def finish_saves(timeout_s: float) -> None:
-    """Wait up to timeout_s seconds for a save under way: before a process exits that will not call Checkpointer.wait()."""
+    """Wait up to timeout_s seconds for a save under way: before a process exits that will not call close()."""
     for thread in threading.enumerate():
         if thread.name == BACKGROUND:
             thread.join(timeout_s)
 
 
 class Checkpointer:
-    """Saves into and loads from `folder`. Every method but protect() is collective over `group` (default: all ranks), which must share the
-    folder: that is checked here. One save runs in the background at a time; call wait() before the process group is destroyed."""
+    """Saves into and loads from `folder`; one save runs in the background at a time, close() ends the last one.
+
+    Every method but protect() is collective over `group` (default: all ranks), which must share the folder: that is
+    checked here.
+    """
 
     def __init__(self, folder: str | Path, *, group: dist.ProcessGroup | None = None, keep_last: int = 2):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        # its own gloo group: the background thread's collectives must not interleave with the training's, and NCCL cannot send objects
-        part = (
-            len(ranks) < dist.get_world_size()
-        )  # of the job: the others are not here to take part (see make_group in support/run.py)
-        self.group = dist.new_group(
-            ranks, backend="gloo", timeout=timedelta(minutes=30), use_local_synchronization=part
-        )
+        # its own gloo group: the background thread's collectives must not interleave with the training's, and NCCL
+        # cannot send objects
+        self.group = make_group(ranks, [0] * len(ranks), "checkpoint", 1800, backend="gloo", control=group)
         self.rank, self.world_size = dist.get_rank(self.group), len(ranks)
         self.folder, self.keep_last = Path(folder), keep_last
         self.protected, self.damaged, self.intact = set(), set(), set()
@@ -442,19 +470,16 @@ class Checkpointer:
 
         # ranks on machines without a common file system would each save a part, and nobody would know before the resume
         self._everywhere(lambda: self.folder.mkdir(parents=True, exist_ok=True), only_rank=0)
-        nonce = (
-            self.folder
-            / self._everywhere(lambda: Path(tempfile.mkdtemp(dir=self.folder, prefix=".nonce-")).name, only_rank=0)[0]
-        )
+        name, *_ = self._everywhere(lambda: tempfile.mkdtemp(dir=self.folder, prefix=".nonce-"), only_rank=0)
+        nonce = self.folder / Path(name).name
         blind = [rank for rank, seen in enumerate(self._everywhere(nonce.is_dir)) if not seen]
         self._everywhere(nonce.rmdir, only_rank=0)
         if blind:
-            raise UserError(
-                f"ranks {blind} do not see what rank 0 wrote into {self.folder}: all ranks must share this folder"
-            )
+            reason = "all ranks must share this folder"
+            raise UserError(f"ranks {blind} do not see what rank 0 wrote into {self.folder}: {reason}")
 
     def _everywhere(self, work: Callable, only_rank: int | None = None) -> list:
-        """Runs work() on every rank (or one) and returns all results by rank; an error on any rank is raised on all of them."""
+        """Runs work() on every rank (or one); returns all results by rank. An error on any rank is raised on all."""
         result, error, is_users = None, None, True
         if only_rank in (None, self.rank):
             try:
@@ -484,9 +509,12 @@ class Checkpointer:
     # save
 
     def save(self, step: int, tensors: dict[str, Piece], meta: dict, *, rng: torch.Tensor | None = None) -> None:
-        """Saves step_{step}: tensors as pieces, meta as JSON, rng (1-D uint8, this rank's RNG state) for load() by the same rank. Returns
-        when everything is copied to host memory, writing goes on in a thread. What several ranks hold is copied and written by one, so
-        that a replicated run costs each rank 1/world_size of it. UserError, on all ranks, if the save before could not be written."""
+        """Saves step_{step}: tensors as pieces, meta as JSON, rng (1-D uint8) for load() by the same rank.
+
+        Returns when everything is copied to host memory, writing goes on in a thread. What several ranks hold is copied
+        and written by one, so that a replicated run costs each rank 1/world_size of it. UserError, on all ranks, if the
+        save before could not be written.
+        """
         self.wait()
         if rng is not None:
             tensors = tensors | {f"rng.{self.rank}": whole_piece(rng)}
@@ -497,10 +525,10 @@ class Checkpointer:
             mine = _share_out([layout for _, _, layout in everyone])[self.rank]
             staged = {}
             self._everywhere(lambda: staged.update(self._stage(tensors, mine)))  # one host out of memory: all must know
-        # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not hold up the exit
-        self.thread = threading.Thread(
-            target=self._write, args=(step, everyone[0][1], staged), name=BACKGROUND, daemon=True
-        )
+        args = (step, everyone[0][1], staged)
+        # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not
+        # hold up the exit
+        self.thread = threading.Thread(target=self._write, args=args, name=BACKGROUND, daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
@@ -512,14 +540,17 @@ class Checkpointer:
         if error is not None:
             raise error
 
+    def close(self) -> None:
+        """The end of the run: wait(), and the staging memory is given back."""
+        try:
+            self.wait()
+        finally:
+            self.arena = None
+
     def _stage(self, tensors: dict[str, Piece], mine: set) -> dict[str, Piece]:
         """Copies the boxes named in `mine` into the arena, which is allocated once and used again by every save."""
-        boxes = [
-            (name, offsets, t)
-            for name, piece in tensors.items()
-            for offsets, t in piece.boxes
-            if (name, tuple(offsets)) in mine
-        ]
+        boxes = [(name, offsets, t) for name, piece in tensors.items() for offsets, t in piece.boxes]
+        boxes = [box for box in boxes if (box[0], tuple(box[1])) in mine]
         starts = [0, *accumulate(-(-t.nbytes // ALIGN) * ALIGN for _, _, t in boxes)]
         on_gpu = any(t.is_cuda for _, _, t in boxes)
         if self.arena is None or self.arena.numel() < starts[-1]:
@@ -527,7 +558,7 @@ class Checkpointer:
             self.arena = host_memory(starts[-1], on_gpu)
         staged = {name: Piece(tensors[name].shape, tensors[name].dtype) for name, _, _ in boxes}
         for (name, offsets, t), start in zip(boxes, starts):
-            # frombuffer and not a slice: each box becomes a storage of its own, torch.save would write the whole arena else
+            # frombuffer, not a slice: a box must be a storage of its own, or torch.save writes the whole arena
             copy = torch.frombuffer(self.arena.numpy(), dtype=t.dtype, count=t.numel(), offset=start).view(t.shape)
             copy.copy_(t.detach(), non_blocking=True)
             staged[name].boxes.append((offsets, copy))
@@ -536,7 +567,7 @@ class Checkpointer:
         return staged
 
     def _write(self, step: int, meta: str, staged: dict[str, Piece]) -> None:
-        """The background thread, the same collectives on every rank: open the folder, write, publish. Leaves an error in self.error."""
+        """The background thread, with the same collectives on every rank: open the folder, write, publish."""
         tmp = self.folder / f".tmp-step_{step:08d}"
         try:
             self._everywhere(lambda: (shutil.rmtree(tmp, ignore_errors=True), tmp.mkdir()), only_rank=0)
@@ -548,7 +579,7 @@ class Checkpointer:
                 shutil.rmtree(tmp, ignore_errors=True)
 
     def _publish(self, tmp: Path, step: int, meta: str, written: list[tuple]) -> None:
-        """Rank 0, when all ranks have flushed their files: the last files, a look at what is there, the rename, rotation."""
+        """Rank 0, when all ranks have flushed their files: the last files, a look at all, the rename, rotation."""
         files = {name: entry for sums, _ in written for name, entry in sums.items()}
 
         def write(name: str, content: bytes) -> None:
@@ -557,25 +588,17 @@ class Checkpointer:
 
         write(".metadata", pickle.dumps(_make_index([box for _, boxes in written for box in boxes])))
         write("meta.json", meta.encode())
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": self.world_size,
-            "torch": torch.__version__,
-            "files": files,
-        }
+        manifest = {"format": FORMAT, "step": step, "world_size": self.world_size, "torch": torch.__version__}
+        manifest["files"] = files
         write("checksums.json", json.dumps(manifest, indent=1).encode())
         read_index(tmp)
         for name, (nbytes, _) in files.items():
-            if (
-                tmp / name
-            ).stat().st_size != nbytes:  # stat through this machine's eyes: a rank may have written elsewhere
-                raise UserError(f"{tmp / name} has {(tmp / name).stat().st_size} bytes, {nbytes} were written")
+            found = (tmp / name).stat().st_size  # through this machine's eyes: a rank may have written elsewhere
+            if found != nbytes:
+                raise UserError(f"{tmp / name} has {found} bytes, {nbytes} were written")
         fsync(tmp)
         final = self.folder / tmp.name.removeprefix(".tmp-")
-        if (
-            final.exists()
-        ):  # a damaged one, or a step trained again; _tidy puts it back if the power goes between the two renames
+        if final.exists():  # damaged, or trained again; _tidy puts it back if the power goes between the two renames
             _move_aside(final, ".old-")
         tmp.rename(final)
         fsync(self.folder)
@@ -584,9 +607,8 @@ class Checkpointer:
         sound = [p for p in steps(self.folder) if (p / "checksums.json").is_file() and p.resolve() not in self.damaged]
         for path in sound[: -self.keep_last]:
             if path != final and path.resolve() not in self.protected:
-                shutil.rmtree(
-                    _move_aside(path, ".tmp-"), ignore_errors=True
-                )  # half-removed it must not look like a checkpoint
+                aside = _move_aside(path, ".tmp-")  # half-removed it must not look like a checkpoint
+                shutil.rmtree(aside, ignore_errors=True)
 
     # load
 
@@ -603,15 +625,16 @@ class Checkpointer:
         """verify() with the files dealt out to the ranks; once for each checkpoint found intact."""
         if path.resolve() in self.intact:
             return []
-        problems = [
-            problem for found in self._everywhere(lambda: verify(path, self.rank, self.world_size)) for problem in found
-        ]
+        problems = [p for found in self._everywhere(lambda: verify(path, self.rank, self.world_size)) for p in found]
         (self.damaged if problems else self.intact).add(path.resolve())
         return problems
 
     def latest(self) -> str | None:
-        """The newest complete and intact checkpoint, None if there is none. Every byte of it is checked, by all ranks together. Newer ones
-        that are damaged are named in a warning. What a killed save left is removed: to be called by the run that owns the folder only."""
+        """The newest complete and intact checkpoint, None if there is none.
+
+        Every byte of it is checked, by all ranks together; newer ones that are damaged are named in a warning. What a
+        killed save left is removed: to be called by the run that owns the folder only.
+        """
         self.wait()
         for name in reversed(self._everywhere(self._tidy, only_rank=0)[0]):
             path = self.folder / name
@@ -623,26 +646,24 @@ class Checkpointer:
         return None
 
     def load(self, path: str | Path, tensors: dict[str, Piece]) -> dict:
-        """Fills the boxes of `tensors` in place from a checkpoint of any layout, bit for bit, and returns its meta; meta["rng"] is this
-        rank's RNG state (1-D uint8) if as many ranks saved one. The names of all ranks together must be those of the checkpoint. UserError,
-        on all ranks: damaged or hostile files by name; names missing or left over, other shapes, other dtypes."""
+        """Fills the boxes of `tensors` in place from a checkpoint of any layout, bit for bit, and returns its meta.
+
+        meta["rng"] is this rank's RNG state (1-D uint8) if as many ranks saved one. The names of all ranks together
+        must be those of the checkpoint. UserError, on all ranks: damaged or hostile files by name; names missing or
+        left over, other shapes, other dtypes.
+        """
         self.wait()
         path = Path(path)
         with at("checkpoint", f"load {path.name}"):
             if problems := self._problems(path):
-                others = [p.name for p in steps(path.parent) if p != path]
-                raise UserError(
-                    f"{path} is not intact: {'; '.join(problems)}; others beside it: {', '.join(others) or 'none'}"
-                )
-            index, meta = (
-                read_index(path),
-                read_meta(path),
-            )  # just verified: what is refused here is refused on every rank
+                others = ", ".join(p.name for p in steps(path.parent) if p != path) or "none"
+                raise UserError(f"{path} is not intact: {'; '.join(problems)}; others beside it: {others}")
+            index, meta = read_index(path), read_meta(path)  # verified: what is refused here is refused on every rank
             if problems := _misfits(describe(path), self._everywhere(lambda: _layout(tensors))):
                 raise UserError(f"{path} does not fit this run: {'; '.join(problems)}")
-            rng = index.state_dict_metadata.get(f"rng.{self.rank}")
+            rng = index.get(f"rng.{self.rank}")
             if rng is not None and _manifest(path).get("world_size") == self.world_size:
-                meta["rng"] = torch.empty(rng.size, dtype=torch.uint8)
+                meta["rng"] = torch.empty(rng.shape, dtype=torch.uint8)
                 tensors = tensors | {f"rng.{self.rank}": whole_piece(meta["rng"])}
             self._everywhere(lambda: read_boxes(path, index, tensors))
         return meta
@@ -656,14 +677,11 @@ def host_memory(nbytes: int, page_locked: bool) -> torch.Tensor:
     if not page_locked or not nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(
-        mmap.MADV_DONTFORK
-    )  # locked pages cannot be shared: each loader worker's fork would copy all of them
+    memory.madvise(mmap.MADV_DONTFORK)  # locked pages are not shared: each loader worker's fork would copy all of them
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    arena = torch.frombuffer(
-        memory, dtype=torch.uint8
-    ).zero_()  # by all threads; locking would bring the pages in one by one
+    # zeroed by all threads; locking would bring the pages in one by one
+    arena = torch.frombuffer(memory, dtype=torch.uint8).zero_()
     cudart = torch.cuda.cudart()
     torch.cuda.check_error(cudart.cudaHostRegister(arena.data_ptr(), nbytes, 0))
     weakref.finalize(arena, cudart.cudaHostUnregister, arena.data_ptr())

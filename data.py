@@ -1,214 +1,42 @@
-"""Token files -> batches: which sample is in which step, and who reads it.
+"""Token files -> batches: which sample is in which step, who reads it, and the proof that it was read.
 
-    python data.py prepare --out corpus/ --tokenizer gpt2 --val 0.005 book.txt folder/     # make token files: see prepare.py
+    python data.py prepare --out corpus/ --tokenizer gpt2 --val 0.005 book.txt folder/     # make token files
     python data.py show corpus/ --step 412 --world 8 [--text]                              # what did the ranks see?
 
 The lesson: samplers that draw at random per rank need seeds, state, padding and luck. Here the samples of step k are a
 function of (seed, k) alone, the ranks only split them. Overlap cannot happen and there is no sampler state to save.
+What a function says can be checked: each rank sums a hash of the windows it has read, the sums of all ranks are added
+with the loss, and every rank knows what must come out. A worker that repeats a batch, a resume that is off by one, a
+rank that reads its neighbour's share end the run in that very step.
 
-Read are folders that prepare.py has made, and nanoGPT's train.bin and llm.c's .bin files as they stand.
+Read are folders that `prepare` has made (support/prepare.py), and nanoGPT's train.bin and llm.c's .bin files as they
+stand (support/tokens.py).
 """
 
 import argparse
 import atexit
-import functools
-import hashlib
-import json
-import os
-import pickle
-import re
+import shlex
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from support.flags import UserError, accumulation, run_cli
+from support.flags import Config, UserError, accumulation, run_cli
 from support.meter import at
+from support.run import Run
+from support.tokens import open_tokens
 
-FORMAT = 1  # of a prepared folder
-LLMC = {
-    20240520: (1, "uint16", "gpt2", 50257),
-    20240801: (7, "uint32", "llama-3", 128256),
-}  # magic -> version, contents
+# --- the order of the samples -----------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------- reading tokens
-
-
-class Shard(NamedTuple):
-    path: str
-    offset: int  # bytes of header
-    n_tokens: int
-    mask: str | None  # uint8 file, one byte per token, 1 = train on it
-
-
-@functools.lru_cache(maxsize=256)  # a mapping holds a descriptor, a big corpus has more shards than `ulimit -n` allows
-def mapped(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-
-
-class Tokens:
-    """A token corpus: windows of T tokens by index, memory-mapped, across shard edges. Pickles as paths only.
-
-    n_tokens, vocab_size and tokenizer (GPT-2's for headerless files, which do not say), dtype ("uint16" or "uint32"),
-    fingerprint (16 hex digits that change with the sizes and with 64 KiB of each file).
-    """
-
-    def __init__(self, shards: list[Shard], dtype: str, tokenizer: str, vocab_size: int):
-        self.shards, self.dtype, self.tokenizer, self.vocab_size = shards, dtype, tokenizer, vocab_size
-        self.starts = np.cumsum([0] + [s.n_tokens for s in shards])
-        self.n_tokens = int(self.starts[-1])
-        digest = hashlib.sha256(f"{dtype} {tokenizer}".encode())
-        for path in [p for s in shards for p in (s.path, s.mask) if p]:
-            size = os.path.getsize(path)
-            digest.update(f" {size}".encode())
-            with open(path, "rb") as f:  # 64 KiB a file: hashing all of 100 GB would take minutes at each start
-                for place in range(16):
-                    f.seek(max(0, size - 4096) * place // 15)
-                    digest.update(f.read(4096))
-        self.fingerprint = digest.hexdigest()[:16]
-
-    def n_windows(self, T: int) -> int:
-        """Windows of T tokens and their T next tokens: (n_tokens - 1) // T. UserError if there is none."""
-        if T < 1:
-            raise UserError(f"--seq-len {T}: allowed is 1 or more")
-        if self.n_tokens < T + 1:
-            files = ", ".join(f"{s.path} ({os.path.getsize(s.path)} bytes)" for s in self.shards[:3])
-            raise UserError(f"{files}: {self.n_tokens} tokens of {self.dtype}; one window of seq_len {T} needs {T + 1}")
-        return (self.n_tokens - 1) // T
-
-    def locate(self, position: int) -> tuple[Shard, int]:
-        """Token position in the corpus -> (shard, token position in it)."""
-        i = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return self.shards[i], position - int(self.starts[i])
-
-    def window(self, w: int, T: int, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """x, y: int64 (T,): tokens [w*T, w*T+T) and the token after each, -1 where masked. UserError names an id the model lacks."""
-        ids, mask, filled = np.empty(T + 1, np.int64), np.ones(T + 1, bool), 0
-        while filled <= T:  # more than once where the window lies across the edge of a shard
-            shard, a = self.locate(w * T + filled)
-            b = min(a + T + 1 - filled, shard.n_tokens)
-            here = slice(filled, filled + b - a)
-            ids[here] = mapped(shard.path, self.dtype, shard.offset, shard.n_tokens)[a:b]
-            if shard.mask:
-                mask[here] = mapped(shard.mask, "u1", 0, shard.n_tokens)[a:b]
-            filled = here.stop
-        if vocab_size is not None and ids.max() >= vocab_size:
-            i = int(np.argmax(ids >= vocab_size))
-            shard, position = self.locate(w * T + i)
-            raise UserError(f"{shard.path}: token {position} is id {ids[i]}, the model's vocabulary is {vocab_size}")
-        return ids[:-1], np.where(mask[1:], ids[1:], -1)
-
-    def batch(self, windows: np.ndarray, T: int, vocab_size: int | None) -> list[torch.Tensor]:
-        """[x, y], int64 (B, T), of some windows."""
-        rows = [self.window(int(w), T, vocab_size) for w in windows]
-        return [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
-
-
-def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str, int]]:
-    """An llm.c file by its header, or a headerless one of `dtype`: the shard and its (dtype, tokenizer, vocab_size)."""
-    size, header = path.stat().st_size, np.fromfile(path, "<i4", 256)
-    if len(header) and header[0] in LLMC:
-        version, *kind = LLMC[header[0]]
-        if len(header) < 256 or header[1] != version:
-            found = f"version {header[1]}" if len(header) == 256 else f"a header of {size} bytes, not 1024"
-            raise UserError(f"{path}: llm.c file with {found}; of this kind version {version} is read")
-        held = (size - 1024) / np.dtype(kind[0]).itemsize
-        if held != header[2]:
-            raise UserError(f"{path}: header says {header[2]} tokens, file holds {held:g} ({size} bytes, {kind[0]})")
-        return Shard(str(path), 1024, int(held), None), tuple(kind)
-    n, rest = divmod(size, np.dtype(dtype).itemsize)
-    if rest:
-        raise UserError(f"{path}: {size} bytes is not a whole number of {dtype} tokens: cut short, or no token file")
-    # a uint32 file read as uint16 has the high halves, all tiny, at every second place; 4096 tokens show it
-    low, high = np.fromfile(path, dtype, 4096)[: n // 2 * 2].reshape(-1, 2).T
-    if dtype == "uint16" and len(high) >= 8 and high.max() < 16 <= low.max():
-        raise UserError(
-            f"{path}: read as uint16 every second token is under 16: this looks like uint32, which needs meta.json"
-        )
-    return Shard(str(path), 0, n, None), (dtype, "gpt2", 50257)
-
-
-def split_files(path: Path, split: str) -> list[Path]:
-    """The .bin files of a split: of a folder those with its name in theirs; for one train file its val file beside."""
-    if path.is_file() and path.suffix != ".bin":
-        raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
-    if path.is_dir():
-        return sorted(
-            p for p in path.glob("*.bin") if re.search(rf"(?<![a-z]){split}(?![a-z])", p.name)
-        )  # not the val of retrieval.bin
-    other = path.with_name(path.name.replace("train", split))
-    return [other] if other.exists() and (split == "train" or other != path) else []
-
-
-def read_meta(path: str) -> tuple[Path, dict | None]:
-    """The folder that `path` is, or is a file of, and its meta.json: None if it has none."""
-    folder = Path(path).parent if os.path.isfile(path) else Path(path)
-    if not (folder / "meta.json").exists():
-        return folder, None
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta["format"] != FORMAT:
-            raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
-        _ = [meta[name] for name in ("dtype", "tokenizer", "vocab_size", "splits", "key")]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}/meta.json is not usable ({error!r}): remove that folder and prepare it again"
-        ) from None
-    return folder, meta
-
-
-class _NoCode(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"it asks to run {module}.{name}, only plain dicts are read")
-
-
-def open_tokens(path: str, split: str = "train") -> Tokens:
-    """Open a prepared folder, a nanoGPT folder, an llm.c file or folder, or one .bin file. UserError says what is wrong."""
-    folder, meta = read_meta(path)
-    if meta and os.path.isfile(path):
-        raise UserError(f"{path} is a part of {folder}, a prepared corpus: give the folder")
-    if meta:
-        shards, kind = [], (meta["dtype"], meta["tokenizer"], meta["vocab_size"])
-        for s in meta["splits"][split]["shards"]:
-            file, mask = (s[k] and str(folder / s[k]) for k in ("file", "mask"))
-            for name, dtype in ((file, meta["dtype"]), (mask, "uint8")):
-                size = os.path.getsize(name) if name and os.path.exists(name) else None
-                if name and size != s["tokens"] * np.dtype(dtype).itemsize:
-                    found = "is missing" if size is None else f"holds {size} bytes"
-                    raise UserError(f"{name} {found}: meta.json says {s['tokens']} tokens of {dtype}")
-            shards.append(Shard(file, 0, s["tokens"], mask))
-    else:
-        files = split_files(Path(path), split)
-        if not files:
-            there = f"holds {sorted(os.listdir(path))[:5]}" if os.path.isdir(path) else "is no file or folder"
-            raise UserError(f"{path} {there}; wanted meta.json or *{split}*.bin (see python data.py prepare --help)")
-        shards, kinds = zip(*map(raw_shard, files))
-        if len(set(kinds)) > 1:
-            raise UserError(f"{path}: files of different kinds for one split: {sorted(set(kinds))}")
-        kind, extra = kinds[0], files[0].with_name("meta.pkl")
-        if extra.exists():  # nanoGPT's character-level corpora
-            try:
-                with open(extra, "rb") as f:
-                    kind = kind[0], "characters", int(_NoCode(f).load()["vocab_size"])
-            except Exception as error:  # a damaged pickle may raise anything
-                raise UserError(f"{extra} is refused: {error!r}") from None
-    shards = [s for s in shards if s.n_tokens]
-    if not shards:
-        raise UserError(f"{path}: 0 tokens in its {split} files")
-    return Tokens(shards, *kind)
-
-
-def has_val(path: str) -> bool:
-    """Whether open_tokens(path, "val") has something to open."""
-    _, meta = read_meta(path)
-    return bool(meta["splits"]["val"]["shards"] if meta else split_files(Path(path), "val"))
-
-
-# ------------------------------------------------------------------------------------- the order of the samples (contract)
+def mix(v: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer, uint64: every bit of the result depends on every bit of v."""
+    v = (v ^ (v >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    v = (v ^ (v >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return v ^ (v >> np.uint64(31))
 
 
 def stream_windows(seed: int, start: int, count: int, n_windows: int) -> np.ndarray:
@@ -224,11 +52,6 @@ def stream_windows(seed: int, start: int, count: int, n_windows: int) -> np.ndar
     half = np.uint64(max(3, ((n_windows - 1).bit_length() + 1) // 2))  # bits of each half of the network
     low = (np.uint64(1) << half) - np.uint64(1)
 
-    def mix(v: np.ndarray) -> np.ndarray:  # splitmix64's finalizer: every bit depends on every bit
-        v = (v ^ (v >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        v = (v ^ (v >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return v ^ (v >> np.uint64(31))
-
     key = mix(mix(np.full(count, seed % (1 << 64), np.uint64)) + epoch)
     walking = np.arange(count)
     while len(walking):
@@ -241,60 +64,65 @@ def stream_windows(seed: int, start: int, count: int, n_windows: int) -> np.ndar
     return i.astype(np.int64)
 
 
-class Batches:
-    """The micro-batches of one data-parallel rank, from (start_step, 0) up to step `steps`, which is not included.
+def hash_sum(windows: np.ndarray) -> int:
+    """Sum of a 32-bit hash of each window's number, modulo 2^32: 2 million ranks' sums still add up in float64."""
+    v = windows.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # mix(0) is 0: window 0 would not count
+    return int((mix(v) >> np.uint64(32)).sum()) % (1 << 32)
 
-    rank, world_size: of the data-parallel group. vocab_size: the model's. The position is the step number: workers read
-    ahead, but nothing they do is counted.
+
+# --- what a rank reads ------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """The micro-batches of one rank of `run`, from the first of first_step up to step cfg.steps, which is not included.
+
+    Ranks of the same replica read the same. The position is the step number: workers read ahead, but nothing they do is
+    counted.
     """
 
-    def __init__(
-        self, tokens: Tokens, *, seq_len: int, global_batch: int, micro_batch: int, rank: int, world_size: int, seed: int,
-        start_step: int, steps: int, workers: int, device: torch.device | str, vocab_size: int
-    ):  # fmt: skip
-        self.tokens, self.shape, self.vocab_size, self.device = (
-            tokens,
-            (micro_batch, seq_len),
-            vocab_size,
-            torch.device(device),
-        )
-        self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.accum = accumulation(global_batch, micro_batch, world_size)
+    def __init__(self, run: Run, first_step: int):
+        self.run, cfg = run, run.cfg
+        self.accum = accumulation(cfg.global_batch, cfg.micro_batch, run.dp)
+        self.n_windows = run.tokens.n_windows(cfg.seq_len)
+        self.read = 0  # hash sum of what was handed out since the last proof()
         loader = torch.utils.data.DataLoader(
             self,
             batch_size=None,
-            sampler=range(start_step * self.accum, steps * self.accum),
-            num_workers=workers,
-            pin_memory=self.device.type == "cuda",
-            multiprocessing_context="fork" if workers else None,
+            sampler=range(first_step * self.accum, cfg.steps * self.accum),
+            num_workers=cfg.workers,
+            pin_memory=run.device.type == "cuda",
+            multiprocessing_context="fork" if cfg.workers else None,
         )
-        # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still needs
-        # its batches to finish the step and save.
+        # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still
+        # needs its batches to finish the step and save.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self.iterator = iter(loader)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        self.workers = self.iterator._workers if workers else []
-        if workers:
+        self.workers = self.iterator._workers if cfg.workers else []
+        if cfg.workers:
             # the loader's SIGCHLD handler would raise in whatever line a dying worker interrupts; without it the death
             # is found where data is waited for, within 5 s
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         atexit.register(self.close)  # deaf to SIGTERM, they would keep an interpreter waiting that exits on an error
 
-    def __getitem__(self, i: int) -> torch.Tensor | str:
+    def __getitem__(self, i: int) -> Tensor | str:
         """Runs in the worker: the i-th micro-batch of this rank since step 0; or what is wrong with it.
 
-        x, y and sample as one flat tensor: each tensor a worker hands over costs a connection, each transfer a call.
+        x, y, sample and hash sum as one flat tensor: each tensor a worker hands over costs a connection, each transfer
+        a call.
         """
-        (B, T), (step, micro) = self.shape, divmod(i, self.accum)
-        first = ((step * self.world_size + self.rank) * self.accum + micro) * B  # rank r owns the r-th n-th of a step
+        cfg, (step, micro) = self.run.cfg, divmod(i, self.accum)
+        share = step * self.run.dp + self.run.place().replica  # replica r reads the r-th n-th of a step
+        first = (share * self.accum + micro) * cfg.micro_batch
         try:
-            windows = stream_windows(self.seed, first, B, self.tokens.n_windows(T))
-            x, y = self.tokens.batch(windows, T, self.vocab_size)
+            windows = stream_windows(cfg.seed, first, cfg.micro_batch, self.n_windows)
+            x, y = self.run.tokens.batch(windows, cfg.seq_len, cfg.vocab_size)
         except UserError as error:
             return str(error)  # raised in a worker it would come back wrapped in a traceback
-        return torch.cat([x.flatten(), y.flatten(), torch.arange(first, first + B)])
+        sample = torch.arange(first, first + cfg.micro_batch)
+        return torch.cat([x.flatten(), y.flatten(), sample, torch.tensor([hash_sum(windows)])])
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T), y (B, T) with -1 = no target, sample (B,) stream positions; int64 on the device."""
         with at("data"):
             try:
@@ -306,52 +134,86 @@ class Batches:
                 if not dead:
                     raise
                 message = f"loader worker with pid {dead} died (killed, or out of memory or /dev/shm): {error}"
-                raise UserError(f"data-parallel rank {self.rank}: {message}") from None
+                raise UserError(f"data-parallel rank {self.run.place().replica}: {message}") from None
             if isinstance(batch, str):
                 raise UserError(batch)
+            self.read += int(batch[-1])  # before it leaves the host: no wait for the device
             # pinned and non_blocking: the host does not wait, 16 bytes per token take microseconds of the stream
-            flat, (B, T) = batch.to(self.device, non_blocking=True), self.shape
+            B, T, flat = self.run.cfg.micro_batch, self.run.cfg.seq_len, batch.to(self.run.device, non_blocking=True)
             x, y = flat[: 2 * B * T].view(2, B, T)
-            return x, y, flat[2 * B * T :]
+            return x, y, flat[2 * B * T : -1]
+
+    def proof(self) -> int:
+        """Hash sum, modulo 2^32, of the windows that next() has handed out since the last call."""
+        read, self.read = self.read % (1 << 32), 0
+        return read
+
+    def check(self, step: int, total: float) -> int:
+        """Compare the sum of all ranks' proof() with what step `step` must give.
+
+        Returns the hash sum of the step's batch, which is the same under every layout. UserError if total is not that
+        times the ranks that read each sample.
+        """
+        run, cfg = self.run, self.run.cfg
+        batch = hash_sum(stream_windows(cfg.seed, step * cfg.global_batch, cfg.global_batch, self.n_windows))
+        found, right = int(total) % (1 << 32), batch * run.pp * run.tp * run.cp % (1 << 32)
+        if found != right:
+            names = ("global_batch", "micro_batch", "seq_len", "seed")
+            flags = " ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in names)
+            show = f"python data.py show {shlex.quote(cfg.data)} --step {step} --world {run.dp} {flags}"
+            sums = f"their hashes sum to {found}, not {right}"
+            raise UserError(
+                f"step {step}: the ranks did not read its windows once each: {sums}; who reads what: {show}"
+            )
+        return batch
 
     def close(self) -> None:
         """End the workers."""
         atexit.unregister(self.close)
         if self.workers:
             self.iterator._shutdown_workers()
-            for worker in (
-                self.workers
-            ):  # one that is stuck would be waited for at exit, for ever: deaf to SIGTERM, it has nothing to lose
-                worker.kill()
+            for worker in self.workers:
+                worker.kill()  # deaf to SIGTERM, one that is stuck would be waited for at exit, for ever
 
 
-def val_batches(
-    tokens: Tokens,
-    *,
-    seq_len: int,
-    micro_batch: int,
-    rank: int,
-    world_size: int,
-    limit: int,
-    vocab_size: int | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The first `limit` windows (0: all) in order, each once over all ranks: x (B, T), y (B, T), sample (B,) on the CPU.
+# --- validation -------------------------------------------------------------------------------------------------------
 
-    Every rank yields the same number of batches. Rows that fill the last ones up have no target (-1) and sample -1.
-    Read in this process: loader workers in evaluation cost BLOOM three hangs, and save milliseconds.
+
+def val_batches(run: Run) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The first cfg.eval_windows validation windows (0: all) in order, each once over all replicas.
+
+    x (B, T) and y (B, T) on the device, window (B,) on the CPU, int64. Every rank yields the same number of batches.
+    Rows that fill the last ones up have no target (-1) and window -1. Read in this process: loader workers in
+    evaluation cost BLOOM three hangs, and save milliseconds.
     """
-    n = tokens.n_windows(seq_len)
-    n = min(n, limit or n)
-    stride = micro_batch * world_size
-    for first in range(rank * micro_batch, -(-n // stride) * stride, stride):
-        windows = np.arange(first, first + micro_batch)
+    cfg, (replica, _, _) = run.cfg, run.place()
+    n = run.val_tokens.n_windows(cfg.seq_len)
+    n = min(n, cfg.eval_windows or n)
+    stride = cfg.micro_batch * run.dp
+    for first in range(replica * cfg.micro_batch, -(-n // stride) * stride, stride):
+        windows = np.arange(first, first + cfg.micro_batch)
         filler = torch.from_numpy(windows >= n)
-        x, y = tokens.batch(np.minimum(windows, n - 1), seq_len, vocab_size)
+        x, y = run.val_tokens.batch(np.minimum(windows, n - 1), cfg.seq_len, cfg.vocab_size)
         y[filler] = -1
-        yield x, y, torch.from_numpy(windows).masked_fill(filler, -1)
+        yield x.to(run.device), y.to(run.device), torch.from_numpy(windows).masked_fill(filler, -1)
 
 
-# ----------------------------------------------------------------------------------------------------- command line
+@torch.no_grad()
+def evaluate(run: Run, strategy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> float:
+    """Mean loss over the validation windows, each counted once however many ranks score them. Collective over the run.
+
+    strategy(x, y) returns two scalar tensors, the summed loss and the number of targets it stands for: summed over all
+    ranks of the run they must be the whole batch's. A rank that stands for none returns zeros.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for x, y, _ in val_batches(run):
+        loss, targets = strategy(x, y)
+        total += torch.stack([loss.double(), targets.double()])
+    dist.all_reduce(total, group=run.world)
+    return (total[0] / total[1]).item()
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def show(
@@ -360,20 +222,19 @@ def show(
     """Print which windows the loader of each data-parallel rank reads in a step, and check them."""
     if step < 0 or world < 1:
         raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
-    tokens, samples = open_tokens(path), []
-    n_windows = tokens.n_windows(seq_len)
+    cfg = Config(data=path, global_batch=global_batch, micro_batch=micro_batch, seq_len=seq_len, seed=seed)
+    cfg.steps, cfg.workers, cfg.vocab_size = step + 1, 0, 1 << 32
+    tokens, samples, total = open_tokens(path), [], 0
     if text:
         from support.prepare import load_tokenizer
 
         encoding = load_tokenizer(tokens.tokenizer)
     for rank in range(world):
-        loader = Batches(
-            tokens, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, rank=rank, world_size=world, seed=seed,
-            start_step=step, steps=step + 1, workers=0, device="cpu", vocab_size=1 << 32
-        )  # fmt: skip
+        loader = Batches(Run(cfg, rank, world, torch.device("cpu"), tokens=tokens), step)
         x, _, mine = (torch.cat(parts) for parts in zip(*(loader.next() for _ in range(loader.accum))))
-        windows = stream_windows(seed, int(mine[0]), len(mine), n_windows)
+        windows = stream_windows(seed, int(mine[0]), len(mine), loader.n_windows)
         samples += mine.tolist()
+        total += loader.proof()
         print(f"rank {rank}: samples {mine[0]}-{mine[-1]}, windows {' '.join(map(str, windows))}")
         for w, ids in zip(windows, x) if text else ():
             shard, position = tokens.locate(int(w) * seq_len)
@@ -381,12 +242,14 @@ def show(
     first, last = step * global_batch, (step + 1) * global_batch - 1
     if samples != list(range(first, last + 1)):
         raise UserError(f"the ranks read samples {samples}, not {first}-{last} once each")
-    epochs = f"epoch {first // n_windows}" + (f"-{last // n_windows}" if last // n_windows > first // n_windows else "")
-    print(f"disjoint: {len(samples)} samples, each read by one rank; {epochs} of {n_windows} windows")
+    loader.check(step, total)
+    a, b = first // loader.n_windows, last // loader.n_windows
+    epochs = f"epoch {a}" + (f"-{b}" if b > a else "")
+    print(f"disjoint: {len(samples)} samples, each read by one rank; {epochs} of {loader.n_windows} windows")
 
 
 def main() -> None:
-    from support import prepare  # here: it reads ids with what is above
+    from support import prepare  # training does without it
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)

@@ -1,20 +1,23 @@
 """To and from Hugging Face Llama: the same tensors under other names.
 
-    python export.py to-hf runs/NAME llama/                          # the newest checkpoint of a run, or a step_... folder
+    python export.py to-hf runs/NAME llama/                       # the newest checkpoint of a run, or a step_... folder
     python export.py to-hf runs/NAME/ckpt/step_00001000 llama/ --dtype bfloat16
     torchrun --nproc_per_node=8 train_zero.py --model llama/config.json --init-from llama/      # and back
 
-The folder loads with transformers.AutoModelForCausalLM.from_pretrained and gives the same logits. Needs the safetensors package.
+The folder loads with transformers.AutoModelForCausalLM.from_pretrained and gives the same logits. Needs the
+safetensors package.
 
-The lesson: a model on disk is a list of names and shapes, and every silent failure of loading is a name that was skipped. So both
-directions go by one table, and both stop unless the names and shapes found are exactly those the configuration asks for: a ZeRO-3
-placeholder of size 0, a wrapper's prefix or a forgotten head cannot pass. Nothing is permuted: model.py pairs rotary channels (i, i + hd/2)
-as Hugging Face does, not (2i, 2i + 1) as Meta's original files do.
+The lesson: a model on disk is a list of names and shapes, and every silent failure of loading is a name that was
+skipped. So both directions go by one table, and both stop unless the names and shapes found are exactly those the
+configuration asks for: a ZeRO-3 placeholder of size 0, a wrapper's prefix or a forgotten head cannot pass. Nothing is
+permuted: model.py pairs rotary channels (i, i + hd/2) as Hugging Face does, not (2i, 2i + 1) as Meta's original files
+do.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Piece, describe, find_checkpoint, fsync, read_boxes, read_index, read_meta, verify, whole_piece
-from model import ModelConfig, load_config, param_shapes
+from model import ModelConfig, load_config, params
 from support.flags import UserError, run_cli
 from support.prepare import load_tokenizer
 
@@ -42,17 +45,10 @@ INNER = {
     "w_up": "mlp.up_proj",
     "w_down": "mlp.down_proj",
 }
-WRAPPERS = (
-    "model",
-    "module",
-    "_orig_mod",
-)  # name parts that say who held the model, not what is in it; a bare LlamaModel has none
-FLOATS = (
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-)  # in safetensors' spelling: anything else is quantised, and a copy would not be the weight
+# name parts that say who held the model, not what is in it; a bare LlamaModel has none
+WRAPPERS = ("model", "module", "_orig_mod")
+# in safetensors' spelling: anything else is quantised, and a copy would not be the weight
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def hf_name(name: str) -> str:
@@ -77,7 +73,7 @@ def _safetensors():
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder. Raises UserError where there is none, or the index names one that is not there."""
+    """The safetensors files of a Hugging Face folder. UserError if there is none or one is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -87,13 +83,11 @@ def _files(path: Path) -> list[Path]:
     elif (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif pickles := [p.name for p in sorted(path.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]:
-        raise UserError(
-            f"{path / pickles[0]} is refused: a pickle can run code while it loads; only safetensors are read"
-        )
+        reason = "a pickle can run code while it loads; only safetensors are read"
+        raise UserError(f"{path / pickles[0]} is refused: {reason}")
     else:
-        raise UserError(
-            f"{path} holds neither model.safetensors nor model.safetensors.index.json, found {sorted(os.listdir(path))[:8]}"
-        )
+        found = sorted(os.listdir(path))[:8]
+        raise UserError(f"{path} holds neither model.safetensors nor {index.name}, found {found}")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
             raise UserError(f"{index} names the file {name!r}, which is not in {path}")
@@ -103,19 +97,16 @@ def _files(path: Path) -> list[Path]:
 def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) -> None:
     """Fill the boxes of `pieces` (by our names, any float dtype, any device) in place from a Hugging Face Llama folder.
 
-    Reads only what the boxes cover, but compares every name and shape of the folder with model_cfg first. Raises UserError, before
-    anything is filled: another model; tensors missing, left over, wrong in shape or quantised, all in one line; pickles; damaged files.
+    Reads only what the boxes cover, but compares every name and shape of the folder with model_cfg first. Raises
+    UserError, before anything is filled: another model; tensors missing, left over, wrong in shape or quantised, all in
+    one line; pickles; damaged files.
     """
     path, safetensors = Path(path), _safetensors()
     there = load_config(str(path / "config.json"))
     free = ("seq_len", "dropout")  # no weight depends on them
-    differ = [
-        f.name
-        for f in dataclasses.fields(there)
-        if f.name not in free and getattr(there, f.name) != getattr(model_cfg, f.name)
-    ]
-    if differ:
-        what = ", ".join(f"{key} is {getattr(there, key)} there, {getattr(model_cfg, key)} here" for key in differ)
+    theirs, ours = dataclasses.asdict(there), dataclasses.asdict(model_cfg)
+    if differ := [key for key in ours if key not in free and theirs[key] != ours[key]]:
+        what = ", ".join(f"{key} is {theirs[key]} there, {ours[key]} here" for key in differ)
         raise UserError(f"{path} is another model: {what}; --model {path}/config.json takes all from there")
 
     files, found, problems = {}, {}, []
@@ -130,7 +121,7 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
             found[_bare(name)] = (name, file, files[file].get_slice(name))
     for name in [n for n in found if n.endswith("rotary_emb.inv_freq")]:
         del found[name]  # Llama-2 era files carry the table that rope_theta gives
-    wanted = {_bare(hf_name(name)): shape for name, shape in param_shapes(model_cfg).items()}
+    wanted = {_bare(hf_name(name)): param.shape for name, param in params(model_cfg).items()}
     if model_cfg.tie and "lm_head.weight" in found:  # some writers store a tied head all the same
         head, embedding = found.pop("lm_head.weight")[2], found.get("embed_tokens.weight", (None, None, None))[2]
         if embedding is not None and not torch.equal(head[:], embedding[:]):
@@ -159,22 +150,22 @@ def _some(names: list[str]) -> str:
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
-    """Check one of our checkpoints, every byte and every weight's shape; returns its model and a function that reads one whole tensor by
-    name, on the CPU in the dtype it was saved in. One process, any layout it was saved under. Raises UserError."""
+    """Check one of our checkpoints, every byte and every weight's shape; returns its model and a reader of tensors.
+
+    The reader gives one whole tensor by name, on the CPU in the dtype it was saved in. One process, whatever layout it
+    was saved under. Raises UserError.
+    """
     meta, saved = read_meta(path), describe(path)
     try:
         cfg = ModelConfig(**meta["model"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{path / 'meta.json'}: no model of this version in it ({error})") from None
-    shapes = param_shapes(cfg)
+    shapes = {name: param.shape for name, param in params(cfg).items()}
     weights = {name: piece for name, piece in saved.items() if not name.startswith(("exp_avg.", "exp_avg_sq."))}
     problems = [f"missing: {_some(m)}"] if (m := [n for n in shapes if n not in weights]) else []
     problems += [f"left over: {_some(m)}"] if (m := [n for n in weights if n not in shapes]) else []
-    problems += [
-        f"{n} has shape {p.shape}, expected {shapes[n]}"
-        for n, p in weights.items()
-        if n in shapes and p.shape != shapes[n]
-    ]
+    differ = [n for n, p in weights.items() if n in shapes and p.shape != shapes[n]]
+    problems += [f"{n} has shape {weights[n].shape}, expected {shapes[n]}" for n in differ]
     if problems:
         raise UserError(f"{path} does not fit the model in its meta.json: {'; '.join(problems[:20])}")
     if problems := verify(path):
@@ -190,26 +181,22 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
 
 
 def tokenizer_of(path: Path) -> str | None:
-    """Tokenizer of a checkpoint's corpus, from the run folder around it; of an export, from its config.json. None: unknown or foreign."""
-    file, key = (
-        (path / "meta.json", "tokenizer")
-        if (path / "meta.json").is_file()
-        else (path / "config.json", "tiktoken_encoding")
-    )
+    """Tokenizer of a checkpoint's corpus, from its meta.json; of an export, from its config.json. None: unknown."""
+    ours = (path / "meta.json").is_file()
+    file, key = (path / "meta.json", "tokenizer") if ours else (path / "config.json", "tiktoken_encoding")
     try:
         name = json.loads(file.read_text())[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (
-        name if name in ("bytes", *tiktoken.list_encoding_names()) else None
-    )  # "ids", "characters": nothing here can spell them
+    known = ("bytes", *tiktoken.list_encoding_names())  # not "ids", "characters": nothing here can spell them
+    return name if name in known else None
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
-    """config.json of a Hugging Face Llama. Our one extra key, tiktoken_encoding, tells sample.py how to spell its tokens."""
+    """config.json of a Hugging Face Llama. One key is ours: tiktoken_encoding tells sample.py how to spell tokens."""
     end = None
     if tokenizer:
         try:
@@ -235,7 +222,8 @@ def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": end,  # documents are separated by it; null, not left out: Llama's defaults 1 and 2 are ordinary tokens here
+        # documents are separated by it; null, not left out: Llama's defaults 1 and 2 are ordinary tokens here
+        "bos_token_id": end,
         "eos_token_id": end,
         "torch_dtype": dtype,
         "tiktoken_encoding": tokenizer,
@@ -243,10 +231,10 @@ def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
 
 
 def to_hf(path: Path, out: Path, dtype: str) -> int:
-    """Write checkpoint `path` as the Hugging Face Llama folder `out`, in dtype "float32" or "bfloat16"; returns bytes of tensors.
+    """Write checkpoint `path` as Hugging Face Llama folder `out`, dtype "float32" or "bfloat16"; returns its bytes.
 
-    Tensor by tensor: host memory for one file of FILE_BYTES and one tensor, whatever the model's size. `out` appears complete or not at
-    all: what was written is read back and compared with the model first. Raises UserError.
+    Host memory for one file of FILE_BYTES and one tensor, whatever the model's size. `out` appears complete or not at
+    all: what was written is first read back and compared with the model. Raises UserError.
     """
     safetensors = _safetensors()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -257,8 +245,8 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
     target = getattr(torch, dtype)
     files: list[list[str]] = [[]]
     nbytes, filled = 0, 0
-    for name, shape in param_shapes(cfg).items():
-        size = torch.Size(shape).numel() * target.itemsize
+    for name, param in params(cfg).items():
+        size = math.prod(param.shape) * target.itemsize
         if files[-1] and filled + size > FILE_BYTES:
             files.append([])
             filled = 0
@@ -277,9 +265,8 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
         for i, names in enumerate(files):
             file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
             tensors = {hf_name(name): read(name).to(target) for name in names}
-            safetensors.torch.save_file(
-                tensors, temporary / file, metadata={"format": "pt"}
-            )  # transformers refuses a file without it
+            metadata = {"format": "pt"}  # transformers refuses a file without it
+            safetensors.torch.save_file(tensors, temporary / file, metadata)
             (temporary / file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
             where |= dict.fromkeys(tensors, file)
         if len(files) > 1:
@@ -301,9 +288,8 @@ def main() -> None:
     parser.add_argument("command", choices=["to-hf"])
     parser.add_argument("checkpoint", help="a step_... folder, or a run folder: its newest one")
     parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default="float32", help="float32 keeps the masters bit for bit"
-    )
+    keeps = "float32 keeps the masters bit for bit"
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help=keeps)
     args = parser.parse_args()
     path = find_checkpoint(args.checkpoint)
     nbytes = to_hf(path, args.out, args.dtype)

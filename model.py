@@ -11,11 +11,14 @@ Papers: Llama 2 (arXiv 2307.09288), RoPE (2104.09864), SwiGLU (2002.05202), GQA 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -101,7 +104,8 @@ def _from_hf(name: str, hf: dict) -> dict:
     for key in needed:
         if not isinstance(hf.get(key), int) or hf[key] < 1:
             raise UserError(
-                f"--model {name}: {key} is {hf.get(key, 'missing')}, a Llama config has {', '.join(needed)}, each 1 or more"
+                f"--model {name}: {key} is {hf.get(key, 'missing')}, "
+                f"a Llama config has {', '.join(needed)}, each 1 or more"
             )
     scaling, parameters = (
         hf.get("rope_scaling") or {},
@@ -174,27 +178,29 @@ def name_key(*parts: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def random_normal(key: int, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Elements [start, stop) of the stream `key`: mean 0, variance 1, shape (stop - start,).
+def random_normal(key: int, index: Tensor) -> Tensor:
+    """Elements `index` (n,) int64 of the stream `key`: mean 0, variance 1, float64 (n,).
 
     Sum of the four 16-bit quarters of one hash (Irwin-Hall, bounded at 3.46 sigma): integers until the last scaling, so
     CPU and GPU agree to the bit and float32 is the rounded float64.
     """
-    h = _mix(torch.arange(start, stop, device=device) * -0x61C8864680B583EB + key)
+    h = _mix(index * -0x61C8864680B583EB + key)
     total = (h & 0xFFFF) + ((h >> 16) & 0xFFFF) + ((h >> 32) & 0xFFFF) + ((h >> 48) & 0xFFFF)
     sigma = math.sqrt(4 * (65536**2 - 1) / 12)
-    return ((total - 2 * 65535).double() / sigma).to(dtype)
+    return (total - 2 * 65535).double() / sigma
 
 
 def init_std(name: str, cfg: ModelConfig) -> float | None:
-    """Standard deviation of a weight's initial values; None: all ones. Projections into the residual stream are scaled as in GPT-2."""
+    """Standard deviation of a weight's initial values, GPT-2's rule; None: all ones."""
     if name.endswith("norm.weight"):
         return None
     return 0.02 / math.sqrt(2 * cfg.n_layer) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
 
 
-def init_range(out: Tensor, name: str, start: int, cfg: ModelConfig, seed: int) -> None:
-    """Fill `out` (1-D, any dtype and device) with elements [start, start + len) of the flattened parameter `name`."""
+def init_values(
+    out: Tensor, name: str, start: int, cfg: ModelConfig, seed: int, where: Callable[[Tensor], Tensor] = lambda i: i
+) -> None:
+    """Fill `out` (1-D, any dtype, any device) with elements where(start), where(start + 1), ... of flattened `name`."""
     std = init_std(name, cfg)
     if std is None:
         out.fill_(1)
@@ -202,7 +208,8 @@ def init_range(out: Tensor, name: str, start: int, cfg: ModelConfig, seed: int) 
     key = name_key(seed, name)
     for a in range(0, out.numel(), 1 << 24):  # in pieces: the hash needs 8 bytes and more per element
         piece = out[a : a + (1 << 24)]
-        piece.copy_(random_normal(key, start + a, start + a + piece.numel(), torch.float64, out.device) * std)
+        index = torch.arange(start + a, start + a + piece.numel(), device=out.device)
+        piece.copy_(random_normal(key, where(index)) * std)
 
 
 def dropout_keys(seed: int, step: int, sample: Tensor) -> Tensor:
@@ -230,19 +237,35 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, layer: Tensor, site: int, 
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, n: int, eps: float):
+    def __init__(self, n: int, eps: float, half: str):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n))
-        self.eps = eps
+        self.eps, self.half, self.cut = eps, half, None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # sums in float32 or better inside
 
 
+class Linear(nn.Linear):
+    """x A^T without bias. half: where it works; cut: the axis of A, (out, in), that tensor parallel ranks share out.
+
+    cut 0, the columns of A^T: each rank makes its channels of the output. cut 1, the rows: each makes a summand of it.
+    """
+
+    def __init__(self, n_in: int, n_out: int, half: str, cut: int):
+        super().__init__(n_in, n_out, bias=False)
+        self.half, self.cut = half, cut
+
+
+class Embedding(nn.Embedding):
+    half, cut = "embed", 0
+
+
 def rotary_table(cfg: ModelConfig, dtype: torch.dtype, device: torch.device, length: int = 0) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, each (T, head_dim / 2), in float32 or better; T is `length` or cfg.seq_len."""
     pairs = torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float64) / cfg.head_dim
-    angle = torch.outer(torch.arange(length or cfg.seq_len, device=device, dtype=torch.float64), cfg.rope_theta**-pairs)
+    positions = torch.arange(length or cfg.seq_len, device=device, dtype=torch.float64)
+    angle = torch.outer(positions, cfg.rope_theta**-pairs)
     dtype = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -253,26 +276,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Causal grouped-query attention. x (B, T, C), wq (H*hd, C), wk and wv (KV*hd, C), wo (C, H*hd) -> (B, T, C).
-
-    On slices of heads the result is this rank's summand of the output.
-    """
-    B, T, _ = x.shape
-    hd = cos.shape[-1] * 2
-    q, k, v = (F.linear(x, w).view(B, T, -1, hd).transpose(1, 2) for w in (wq, wk, wv))  # (B, heads, T, hd)
-    y = F.scaled_dot_product_attention(
-        rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=wq.shape[0] != wk.shape[0]
-    )
-    return F.linear(y.transpose(1, 2).reshape(B, T, -1), wo)
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to all positions up to one's own. q (B, H, T, hd), k and v (B, KV, T, hd) -> (B, H, T, hd)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-    """SwiGLU. x (B, T, C), w_gate and w_up (F, C), w_down (C, F) -> (B, T, C); on slices of F, this rank's summand."""
-    return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
-
-
-_SAVED = [  # what selective recomputation keeps: products and attention; norms, rotations and SwiGLU's product are made again
+_SAVED = [  # what selective recomputation keeps; norms, rotations and SwiGLU's product are made again
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -288,58 +297,81 @@ def _selective():
     return create_selective_checkpoint_contexts(policy)
 
 
-class Block(nn.Module):
+def recomputed(how: str, fn: Callable, *args):
+    """fn(*args), of whose inside backward makes again what `how` says: "none", "selective" or "full"."""
+    if how == "none" or not torch.is_grad_enabled():
+        return fn(*args)
+    more = {"context_fn": _selective} if how == "selective" else {}
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, **more)  # no RNG: dropout is a hash
+
+
+class Halves(nn.Module):
+    """The parameters of a block and what its halves compute between norm and residual.
+
+    Head counts come from the weights' shapes, so on slices of heads and of n_ff the same code makes this rank's summand
+    of the result (train_tp.py). It has no forward: a block run on slices would add summands that nobody has summed.
+    """
+
     def __init__(self, cfg: ModelConfig, layer: int, recompute: str):
         super().__init__()
-        C, kv = cfg.n_embd, cfg.n_kv_head * cfg.head_dim
-        self.attn_norm = RMSNorm(C, cfg.norm_eps)
-        self.wq = nn.Linear(C, C, bias=False)
-        self.wk = nn.Linear(C, kv, bias=False)
-        self.wv = nn.Linear(C, kv, bias=False)
-        self.wo = nn.Linear(C, C, bias=False)
-        self.mlp_norm = RMSNorm(C, cfg.norm_eps)
-        self.w_gate = nn.Linear(C, cfg.n_ff, bias=False)
-        self.w_up = nn.Linear(C, cfg.n_ff, bias=False)
-        self.w_down = nn.Linear(cfg.n_ff, C, bias=False)
-        self.dropout = cfg.dropout
-        self.recompute = recompute
+        C, kv, ff, eps = cfg.n_embd, cfg.n_kv_head * cfg.head_dim, cfg.n_ff, cfg.norm_eps
+        self.attn_norm = RMSNorm(C, eps, "attention")
+        self.wq = Linear(C, C, "attention", cut=0)
+        self.wk = Linear(C, kv, "attention", cut=0)
+        self.wv = Linear(C, kv, "attention", cut=0)
+        self.wo = Linear(C, C, "attention", cut=1)
+        self.mlp_norm = RMSNorm(C, eps, "mlp")
+        self.w_gate = Linear(C, ff, "mlp", cut=0)
+        self.w_up = Linear(C, ff, "mlp", cut=0)
+        self.w_down = Linear(ff, C, "mlp", cut=1)
+        self.dropout, self.recompute = cfg.dropout, recompute
         # a tensor: as a Python int it would be a constant of the compiled block, one compilation per layer
         self.register_buffer("layer", torch.tensor(layer), persistent=False)
 
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, core: Callable = causal) -> Tensor:
+        """x, normed, (B, T, C) -> (B, T, C); cos, sin (T, hd/2); core: how queries meet keys (see causal)."""
+        B, T, _ = x.shape
+        hd = cos.shape[-1] * 2
+        q, k, v = (w(x).view(B, T, -1, hd).transpose(1, 2) for w in (self.wq, self.wk, self.wv))  # (B, heads, T, hd)
+        y = core(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """SwiGLU. x, normed, (B, T, C) -> (B, T, C)"""
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class Block(Halves):
     def body(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None, half: str) -> Tensor:
         if half != "mlp":
-            y = attention(self.attn_norm(x), self.wq.weight, self.wk.weight, self.wv.weight, self.wo.weight, cos, sin)
-            x = x + dropout(y, self.dropout, keys, self.layer, 0)
+            x = x + dropout(self.attention(self.attn_norm(x), cos, sin), self.dropout, keys, self.layer, 0)
         if half != "attention":
-            y = mlp(self.mlp_norm(x), self.w_gate.weight, self.w_up.weight, self.w_down.weight)
-            x = x + dropout(y, self.dropout, keys, self.layer, 1)
+            x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys, self.layer, 1)
         return x
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None, half: str = "") -> Tensor:
-        """x (B, T, C) -> (B, T, C); keys (B,) from dropout_keys, None: no dropout; half: "attention" or "mlp" for that alone."""
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.body(x, cos, sin, keys, half)
-        # inside the block, so that it is compiled with it; no RNG state to keep: dropout is a hash
-        how = {"context_fn": _selective} if self.recompute == "selective" else {}
-        return checkpoint(self.body, x, cos, sin, keys, half, use_reentrant=False, preserve_rng_state=False, **how)
+        """x (B, T, C) -> (B, T, C); keys (B,) of dropout_keys, None: no dropout; half: "attention" or "mlp" alone."""
+        return recomputed(self.recompute, self.body, x, cos, sin, keys, half)  # in here, so that it is compiled too
 
 
 class GPT(nn.Module):
     """The whole model, built without memory: a script gives each parameter its storage through set_param."""
 
+    block = Block
+
     def __init__(self, cfg: ModelConfig, recompute: str = "none"):
         super().__init__()
         self.cfg = cfg
         with torch.device("meta"):
-            self.tok_emb = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-            self.blocks = nn.ModuleList(Block(cfg, i, recompute) for i in range(cfg.n_layer))
-            self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
-            self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+            self.tok_emb = Embedding(cfg.vocab_size, cfg.n_embd)
+            self.blocks = nn.ModuleList(self.block(cfg, i, recompute) for i in range(cfg.n_layer))
+            self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps, "head")
+            self.head = Linear(cfg.n_embd, cfg.vocab_size, "head", cut=0)
         if cfg.tie:
             self.head.weight = self.tok_emb.weight
 
     def set_param(self, name: str, data: Tensor) -> nn.Parameter:
-        """Make `data` (a view into a flat buffer, say) the storage of parameter `name`; a tied head follows the embedding."""
+        """Make `data` (a view of a flat buffer, say) parameter `name`'s storage; a tied head follows the embedding."""
         module, leaf = name.rsplit(".", 1)
         param = nn.Parameter(data)
         setattr(self.get_submodule(module), leaf, param)
@@ -364,64 +396,89 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
     def loss_sum(self, h: Tensor, y: Tensor) -> Tensor:
-        """Sum of the cross-entropies over the targets that count, a scalar in float32 or better. h (B, T, C), y (B, T)."""
+        """Sum of the cross-entropies over the targets that count, a float32 scalar or better. h (B, T, C), y (B, T)."""
         logits = self.logits(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    def forward(self, x: Tensor, y: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """x, y (B, T) int64 -> summed loss (scalar), or the logits (B, T, V) when y is None."""
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        h = self.embed(x, keys)
-        for block in self.blocks:
-            h = block(h, cos, sin, keys)
-        return self.logits(h) if y is None else self.loss_sum(h, y)
+    def forward_part(
+        self, x: Tensor, y: Tensor, keys: Tensor | None = None, part: range | None = None, h: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x, y (B, T) int64 -> summed loss and number of targets that count, both scalars.
+
+        part: the halves of blocks to run, 2 i being the attention of block i and 2 i + 1 its MLP; None: the whole
+        model. A part that is not the first begins with h (B, T, C), which the part before returned in the place of the
+        loss.
+        """
+        cos, sin, last = self.cos[: x.shape[1]], self.sin[: x.shape[1]], 2 * self.cfg.n_layer
+        part = range(last) if part is None else part
+        if part.start == 0:
+            h = self.embed(x, keys)
+        for i, half in blocks_of(part):
+            h = self.blocks[i](h, cos, sin, keys, half)
+        return (self.loss_sum(h, y) if part.stop == last else h), (y != IGNORE).sum()
+
+    forward = forward_part
 
     def compile_blocks(self) -> None:
-        """Compile each block by itself (one compilation serves all, they differ in weights only) and the head with the loss."""
+        """Compile each block by itself (one compilation serves all, they differ in weights only); and the loss."""
         for block in self.blocks:
             block.compile(fullgraph=True)
         self.loss_sum = torch.compile(self.loss_sum)
 
 
+def blocks_of(part: range) -> Iterator[tuple[int, str]]:
+    """The blocks of a part (see forward_part) in order, with which half is in it: "attention", "mlp", "" for both."""
+    for i in range(part.start // 2, (part.stop + 1) // 2):
+        yield i, "mlp" if 2 * i not in part else "attention" if 2 * i + 1 not in part else ""
+
+
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name, in the order of the forward pass; a tied head is not listed twice."""
-    return {name: tuple(p.shape) for name, p in GPT(cfg).named_parameters()}
+class Param(NamedTuple):
+    """What must be known of a parameter wherever the model is divided."""
+
+    shape: tuple[int, ...]
+    unit: str  # the portion that travels together: "embed", "block.3", "head" (with the last norm)
+    half: int  # its place in forward_part's count: -1 is the embedding, 2 n_layer the head
+    cut: int | None  # the axis that tensor parallel ranks share out
+    # None: whole on every rank, and the gradient a summand, since each rank sees only its tokens or its heads
 
 
-def unit_shapes(cfg: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """param_shapes by unit, the portion that travels together: the embedding, each block, norm and head."""
-    units: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in param_shapes(cfg).items():
-        parts = name.split(".")
-        unit = f"block.{parts[1]}" if parts[0] == "blocks" else "embed" if parts[0] == "tok_emb" else "head"
-        units.setdefault(unit, {})[name] = shape
-    return units
-
-
-def block_half(name: str) -> str:
-    """In which half of its block a parameter works: "attention" or "mlp"."""
-    return "attention" if name.split(".")[2] in ("attn_norm", "wq", "wk", "wv", "wo") else "mlp"
+@functools.cache
+def params(cfg: ModelConfig) -> dict[str, Param]:
+    """All parameters by name, in the order of the forward pass; a tied head is not listed twice. Raises UserError."""
+    model, found = GPT(cfg), {}
+    for name, tensor in model.named_parameters():
+        parts, module = name.split("."), model.get_submodule(name.rsplit(".", 1)[0])
+        half = getattr(module, "half", None)
+        if half not in ("attention", "mlp") if parts[0] == "blocks" else half not in ("embed", "head"):
+            raise UserError(
+                f"{name}: its module's `half` is {half!r}: model.py must say where a parameter works, and its cut"
+            )
+        layer = int(parts[1]) if parts[0] == "blocks" else 0
+        place = {"embed": -1, "attention": 2 * layer, "mlp": 2 * layer + 1, "head": 2 * cfg.n_layer}[half]
+        unit = f"block.{layer}" if parts[0] == "blocks" else half
+        found[name] = Param(tuple(tensor.shape), unit, place, module.cut)
+    return found
 
 
 def n_params(cfg: ModelConfig) -> int:
-    return sum(math.prod(shape) for shape in param_shapes(cfg).values())
+    return sum(math.prod(p.shape) for p in params(cfg).values())
 
 
 def flops_per_token(cfg: ModelConfig) -> int:
-    """Forward and backward, 2 + 4 per multiplying weight, and causal attention's two products; recomputation does not count."""
+    """Forward and backward: 2 + 4 per multiplying weight, and causal attention's two products; nothing twice."""
     C, kv = cfg.n_embd, cfg.n_kv_head * cfg.head_dim
     multiplying = cfg.n_layer * (2 * C * C + 2 * C * kv + 3 * C * cfg.n_ff) + cfg.vocab_size * C
     return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
 
 
-def activation_bytes(
+def activation_parts(
     cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False
-) -> int:
-    """What one micro-batch keeps for its backward pass, in bytes: blocks, then the logits.
+) -> tuple[int, int, int]:
+    """Bytes that one micro-batch keeps for its backward pass: in each block, at the ends; and in a block made again.
 
     compiled: the loss's gradient is written over the logits; else there is a float copy of them too.
     """
@@ -430,7 +487,15 @@ def activation_bytes(
     whole = (6 * C + 2 * kv + 3 * ff) * itemsize + 4 * cfg.n_head
     block = {"none": whole, "selective": (3 * C + 2 * kv + 2 * ff + 2 * C) * itemsize, "full": C * itemsize}[recompute]
     logits = cfg.vocab_size * (itemsize if compiled else itemsize + 4)
-    return tokens * (cfg.n_layer * block + logits + 2 * C * itemsize) + (tokens * whole if recompute != "none" else 0)
+    return tokens * block, tokens * (logits + 2 * C * itemsize), tokens * whole * (recompute != "none")
+
+
+def activation_bytes(
+    cfg: ModelConfig, micro_batch: int, itemsize: int, recompute: str = "none", compiled: bool = False
+) -> int:
+    """The same of the whole model."""
+    block, ends, again = activation_parts(cfg, micro_batch, itemsize, recompute, compiled)
+    return cfg.n_layer * block + ends + again
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an update is: the learning rate, AdamW over a flat unit, the loss scale, and when a step is skipped.
+"""What an update is: the learning rate, AdamW over a flat buffer, the loss scale, and when a step is skipped.
 
 Nothing here communicates. A strategy brings gradients that are already the same number everywhere (or a shard of it)
 and one norm; what follows from them is decided by the same arithmetic on every rank.
@@ -7,19 +7,20 @@ Papers: AdamW (arXiv 1711.05101), cosine schedule (1608.03983), mixed precision 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from checkpoint import Piece, flat_piece
 from support.flags import UserError
 from support.meter import say
 
 
 def lr_at(update: int, cfg) -> float:
-    """Learning rate of update 0, 1, ...: linear warm-up to cfg.lr, cosine down to cfg.min_lr at cfg.steps, min_lr beyond."""
+    """Learning rate of update 0, 1, ....
+
+    Linear warm-up to cfg.lr, cosine down to cfg.min_lr at cfg.steps, min_lr beyond.
+    """
     if update < cfg.warmup_steps:
         return cfg.lr * (update + 1) / cfg.warmup_steps
     if update >= cfg.steps:
@@ -28,64 +29,14 @@ def lr_at(update: int, cfg) -> float:
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.lr - cfg.min_lr)
 
 
-@dataclass(frozen=True)
-class FlatUnit:
-    """Where the parameters of one unit lie in its flat buffer: the decayed ones (2-D weights) first, then the norms.
-
-    So a shard [a, b) of the buffer is decayed up to one boundary. `padded` is the length rounded up for equal shards;
-    the padding belongs to no parameter: never saved, counted in a norm, or decayed.
-    """
-
-    name: str
-    shapes: dict[str, tuple[int, ...]]  # in buffer order
-    start: dict[str, int]  # offset of each parameter, in elements
-    decay: int  # elements [0, decay) get weight decay
-    numel: int
-    padded: int
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        """Parameter `name` inside a buffer of `padded` (or `numel`) elements."""
-        shape, a = self.shapes[name], self.start[name]
-        return flat[a : a + math.prod(shape)].view(shape)
-
-    def overlap(self, name: str, first: int, length: int) -> tuple[int, int]:
-        """[a, b): the elements of the buffer that are both parameter `name`'s and in [first, first + length); a == b if none are."""
-        start = self.start[name]
-        a = min(max(start, first), first + length)
-        return a, max(a, min(start + math.prod(self.shapes[name]), first + length))
-
-    def pieces(self, prefix: str, shard: Tensor, first: int = 0) -> dict[str, Piece]:
-        """The parameters as far as `shard`, elements [first, first + len) of the buffer, holds them; named prefix + name."""
-        found = {}
-        for name, shape in self.shapes.items():
-            a, b = self.overlap(name, first, shard.numel())
-            found[prefix + name] = (
-                flat_piece(shape, a - self.start[name], shard[a - first : b - first])
-                if a < b
-                else Piece(shape, shard.dtype)
-            )
-        return found
-
-
-def flat_unit(name: str, shapes: dict[str, tuple[int, ...]], multiple: int = 1) -> FlatUnit:
-    """Lay out the parameters `shapes` of a unit; the buffer's length is rounded up to a multiple of `multiple`."""
-    ordered = dict(sorted(shapes.items(), key=lambda item: len(item[1]) < 2))  # stable: 2-D first, else as given
-    start, end = {}, 0
-    for param, shape in ordered.items():
-        start[param] = end
-        end += math.prod(shape)
-    decay = sum(math.prod(shape) for shape in ordered.values() if len(shape) >= 2)
-    return FlatUnit(name, ordered, start, decay, end, -(-end // multiple) * multiple)
-
-
 def adamw_step(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, decay: int, update: int, lr: float, cfg
 ) -> None:
     """One AdamW update in place of 1-D buffers of equal length, float32 or float64; elements [0, decay) are decayed.
 
-    update: how many updates these moments have seen. torch's fused kernel, on CPU and CUDA (foreach differs from it in the last
-    bit). On a CPU the few elements behind a slice's last whole vector can differ in the last bit from the same ones in a whole.
-    Reads 16 and writes 12 bytes per fp32 parameter.
+    update: how many updates these moments have seen. torch's fused kernel, on CPU and CUDA (foreach differs from it in
+    the last bit). On a CPU the few elements behind a slice's last whole vector can differ in the last bit from the same
+    ones in a whole. Reads 16 and writes 12 bytes per fp32 parameter.
     """
     decay = min(max(decay, 0), master.numel())
     for part, weight_decay in ((slice(0, decay), cfg.weight_decay), (slice(decay, None), 0.0)):
@@ -117,8 +68,8 @@ def gradient_factor(norm: float, clip: float) -> float:
 class LossScaler:
     """The factor on the loss that keeps float16 gradients above underflow; 1 and constant in every other dtype.
 
-    Starts at 2^16, halves when a gradient overflowed (the first `hysteresis` - 1 overflows are let pass), doubles at good
-    steps window + 1, 2 window + 1, ... in a row, as DeepSpeed does (torch's GradScaler: at window, 2 window, ...).
+    Starts at 2^16, halves when a gradient overflowed (the first `hysteresis` - 1 overflows are let pass), doubles at
+    good steps window + 1, 2 window + 1, ... in a row, as DeepSpeed does (torch's GradScaler: at window, 2 window, ...).
     In every dtype, a step whose gradient is not finite is skipped on all ranks; `patience` such steps in a row that
     lowering the scale cannot cure end the run.
     """
@@ -132,7 +83,10 @@ class LossScaler:
         self.good, self.left, self.stuck = 0, cfg.scale_hysteresis, 0
 
     def update(self, finite: bool, culprit: str) -> None:
-        """Once per step with the ranks' common verdict. Raises UserError naming `culprit` when overflow does not end."""
+        """Once per step with the ranks' common verdict.
+
+        Raises UserError naming `culprit` when overflow does not end.
+        """
         if finite:
             self.good, self.stuck = self.good + 1, 0
             if self.dynamic and self.good > 1 and (self.good - 1) % self.window == 0:
@@ -148,8 +102,9 @@ class LossScaler:
         self.stuck += 1
         if self.stuck >= self.patience:
             raise UserError(
-                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in {culprit}; "
-                "none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or --dtype bfloat16)"
+                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in "
+                f"{culprit}; none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or "
+                "--dtype bfloat16)"
             )
 
     def state(self) -> dict:

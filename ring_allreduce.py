@@ -1,32 +1,33 @@
 """All-reduce built from sends and receives: the ring, and the central way it replaced.
 
-Every rank holds n numbers and wants the sum over ranks. Central: all send everything to rank 0, which adds and sends the result back, so
-one link carries 2(N-1) n numbers. Ring: cut the numbers into N chunks and let each chunk's partial sum walk over the ranks, all chunks at
-once; then let the finished chunks walk on until everyone has seen them. Every link is busy all the time and carries 2(N-1)/N n numbers,
-however many ranks there are.
+Every rank holds n numbers and wants the sum over ranks. Central: all send everything to rank 0, which adds and sends
+the result back, so one link carries 2(N-1) n numbers. Ring: cut the numbers into N chunks and let each chunk's partial
+sum walk over the ranks, all chunks at once; then let the finished chunks walk on until everyone has seen them. Every
+link is busy all the time and carries 2(N-1)/N n numbers, however many ranks there are.
 
     3 ranks, chunks 0 1 2, one way round; * marks a finished sum
                     rank 0           rank 1           rank 2
-    reduce-scatter  0 -> rank 1      1 -> rank 2      2 -> rank 0       step s: send chunk (r - s) % N, receive (r - s - 1) % N and add
-                    2+2 -> rank 1    0+0 -> rank 2    1+1 -> rank 0
+    reduce-scatter  0 -> rank 1      1 -> rank 2      2 -> rank 0     step s: send chunk (r - s) % N,
+                    2+2 -> rank 1    0+0 -> rank 2    1+1 -> rank 0           receive (r - s - 1) % N and add
                     owns 1*          owns 2*          owns 0*
-    all-gather      1* -> rank 1     2* -> rank 2     0* -> rank 0      step s: send chunk (r + 1 - s) % N, receive (r - s) % N
-                    0* -> rank 1     1* -> rank 2     2* -> rank 0
+    all-gather      1* -> rank 1     2* -> rank 2     0* -> rank 0    step s: send chunk (r + 1 - s) % N,
+                    0* -> rank 1     1* -> rank 2     2* -> rank 0            receive (r - s) % N
 
-Links carry data both ways at once. So a chunk's sum can also approach its owner from both sides, and leave it on both sides: as many bytes
-in half as many steps. That pays where steps cost more than bytes, so small messages go that way (with 2 ranks the two plans are one).
+Links carry data both ways at once. So a chunk's sum can also approach its owner from both sides, and leave it on both
+sides: as many bytes in half as many steps. That pays where steps cost more than bytes, so small messages go that way
+(with 2 ranks the two plans are one).
 
-Bytes sent per rank: 2(N-1)/N x size (exactly, when N divides the number of elements). Time: t = alpha 2(N-1) + 2(N-1)/N size / beta, with
-alpha the seconds one message costs and beta the bytes/s of one link; central: 2(N-1) (alpha + size / beta). A chunk is summed on one rank
-and copied to the others, so all ranks hold the same bits.
+Bytes sent per rank: 2(N-1)/N x size (exactly, when N divides the number of elements). Time: t = alpha 2(N-1) +
+2(N-1)/N size / beta, with alpha the seconds one message costs and beta the bytes/s of one link; central:
+2(N-1) (alpha + size / beta). A chunk is summed on one rank and copied to the others: all ranks hold the same bits.
 
 Run as a script it times both ways beside the backend's own all-reduce, checks every result, and fits alpha and beta:
 
     torchrun --nproc_per_node=2 ring_allreduce.py                       # NCCL when there is a GPU per rank, else gloo
     torchrun --nproc_per_node=4 ring_allreduce.py --sizes 1,16,256 --dtype bfloat16 --out link.json
 
-Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; Thakur, Rabenseifner & Gropp, "Optimization
-of collective communication operations in MPICH", 2005 (the alpha-beta model).
+Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009; Thakur, Rabenseifner &
+Gropp, "Optimization of collective communication operations in MPICH", 2005 (the alpha-beta model).
 """
 
 import json
@@ -52,12 +53,12 @@ from support.meter import at, say
 from support.rendezvous import open_group, pick_device
 
 REDUCE = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
-# What gloo and NCCL both reduce themselves: the ring stands in for them, so it refuses what they refuse (int16, uint16, float8, ...).
+# What gloo and NCCL both reduce themselves: the ring stands in for them, so it refuses what they refuse (int16, ...).
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 DTYPES = FLOATS + (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
-# A chunk travels in pieces, so that adding one overlaps with the transfer of the next AHEAD. CPU: big enough that threads wake rarely,
-# small enough that a piece is still in cache when it is added. GPU: NCCL needs tens of MB in flight to fill NVLink.
+# A chunk travels in pieces, so that adding one overlaps with the transfer of the next AHEAD. CPU: so big that threads
+# wake rarely, so small that a piece is still in cache when it is added. GPU: NCCL needs tens of MB in flight.
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 AHEAD = 2
 BOTH_WAYS_BYTES = 16 << 20  # above it one way was as fast or faster (3 and 4 gloo ranks): bytes count there, not steps
@@ -69,28 +70,24 @@ Plan = list[list[tuple[int, int, int, int]]]
 def ring_plan(rank: int, N: int, both_ways: bool = False, gather: bool = False) -> Plan:
     """Per step, the hops of this rank: (to rank, chunk sent, from rank, chunk received, and added unless gather).
 
-    Reduce-scatter: chunk c ends whole on rank c - 1; its sum starts `right` ranks to the left of that owner and `left` to its right, so
-    right + left = N - 1 ranks join it on the way. One way, right = N - 1: at step s rank r sends chunk r - s. All-gather: the same walk,
-    begun with the chunk that each rank owns.
+    Reduce-scatter: chunk c ends whole on rank c - 1; its sum starts `right` ranks to the left of that owner and `left`
+    to its right, so right + left = N - 1 ranks join it on the way. One way, right = N - 1: at step s rank r sends chunk
+    r - s. All-gather: the same walk, begun with the chunk that each rank owns.
     """
     right, left = (N // 2, (N - 1) // 2) if both_ways else (N - 1, 0)
-    a, b = (
-        (rank + 1, rank + 1) if gather else (rank + 1 + right, rank + 1 - left)
-    )  # the chunks sent first, to the right and to the left
+    # the chunks sent first, to the right and to the left
+    a, b = (rank + 1, rank + 1) if gather else (rank + 1 + right, rank + 1 - left)
     to_right = [((rank + 1) % N, (a - s) % N, (rank - 1) % N, (a - 1 - s) % N) for s in range(right)]
     to_left = [((rank - 1) % N, (b + s) % N, (rank + 1) % N, (b + 1 + s) % N) for s in range(left)]
     return [[to_right[s], *to_left[s : s + 1]] for s in range(right)]
 
 
 def _pieces(longest: int, itemsize: int, kind: str) -> tuple[int, int, int]:
-    """For chunks of at most `longest` elements: elements of a piece, pieces of a chunk, how many are received ahead of adding."""
+    """For chunks of at most `longest` elements: elements of a piece, pieces of a chunk, how many come in ahead."""
     piece = min(longest, PIECE_BYTES[kind] // itemsize)
     n_pieces = math.ceil(longest / piece)
-    return (
-        piece,
-        n_pieces,
-        min(AHEAD, n_pieces - 1),
-    )  # piece p of a step sends what piece p received one step before: less than a step
+    # piece p of a step sends what piece p received one step before: less than a step
+    return piece, n_pieces, min(AHEAD, n_pieces - 1)
 
 
 def extra_bytes(way: str, numel: int, itemsize: int, N: int, kind: str, fp32_partials: bool = False) -> int:
@@ -104,9 +101,10 @@ def extra_bytes(way: str, numel: int, itemsize: int, N: int, kind: str, fp32_par
 
 
 def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable | None) -> int:
-    """Carry out a plan on the N chunks of flat; what arrives is reduced into its chunk, or stored there (reduce None). Returns bytes sent.
+    """Carry out a plan on the N chunks of flat. Returns the bytes sent.
 
-    Every piece is one batch, in the same order on all ranks, empty ones too: NCCL wants each rank of a group in its first batch.
+    What arrives is reduced into its chunk, or stored there (reduce None). Every piece is one batch, in one order on all
+    ranks, empty ones too: NCCL wants each rank of a group in its first batch.
     """
     if not plan:
         return 0
@@ -125,9 +123,8 @@ def _walk(flat: Tensor, plan: Plan, group: dist.ProcessGroup, reduce: Callable |
             ops, arrivals, nbytes = [], [], 0
             for lane, (to, send_chunk, source, recv_chunk) in enumerate(hops):
                 outgoing, target = (chunks[c][p * piece : (p + 1) * piece] for c in (send_chunk, recv_chunk))
-                incoming = (
-                    scratch[i % (ahead + 1), lane, : target.numel()] if reduce else target
-                )  # all-gather: straight into place
+                # all-gather: straight into place
+                incoming = scratch[i % (ahead + 1), lane, : target.numel()] if reduce else target
                 # The receive first: gloo starts a transfer only once the other side has said where it may land.
                 ops.append(dist.P2POp(dist.irecv, incoming, dist.get_global_rank(group, source), group))
                 ops.append(dist.P2POp(dist.isend, outgoing, dist.get_global_rank(group, to), group))
@@ -156,9 +153,10 @@ def _scratch(like: Tensor, *shape: int) -> Tensor:
 def ring_reduce_scatter(
     flat: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None, both_ways: bool = False
 ) -> tuple[Tensor, int]:
-    """flat (n,), contiguous: afterwards chunk (r + 1) % N of flat.tensor_split(N) is whole on rank r, the others hold partial sums.
+    """flat (n,), contiguous: afterwards chunk (r + 1) % N of flat.tensor_split(N) is whole on rank r.
 
-    Returns (that chunk, a view of flat; bytes this rank sent: (N-1)/N x size). Sums in ring order, in flat's dtype.
+    Its other chunks hold partial sums. Returns (the whole chunk, a view of flat; bytes this rank sent: (N-1)/N x size).
+    Sums in ring order, in flat's dtype.
     """
     group = group or dist.group.WORLD
     rank, N = group.rank(), group.size()
@@ -170,7 +168,7 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(flat: Tensor, group: dist.ProcessGroup | None = None, both_ways: bool = False) -> int:
-    """flat (n,), contiguous, chunk (r + 1) % N of it right on rank r: afterwards right everywhere. Returns bytes sent: (N-1)/N x size."""
+    """flat (n,), contiguous, chunk (r + 1) % N right on rank r: then everywhere. Returns bytes sent, (N-1)/N x size."""
     group = group or dist.group.WORLD
     return _walk(flat, ring_plan(group.rank(), group.size(), both_ways, gather=True), group, None)
 
@@ -183,13 +181,11 @@ def _flatten(x: Tensor, op: str) -> tuple[Tensor, Tensor]:
     if op not in REDUCE:
         raise ValueError(f"all-reduce op {op!r}: allowed are {', '.join(REDUCE)}")
     if x.dtype not in DTYPES:
-        raise TypeError(
-            f"all-reduce of {x.dtype}: allowed are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
-        )
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise TypeError(f"all-reduce of {x.dtype}: allowed are {names}")
     if op == "avg" and x.dtype not in FLOATS:
-        raise TypeError(
-            f"all-reduce avg of {x.dtype}: an average needs a floating-point dtype; allowed are sum, max, min"
-        )
+        why = "an average needs a floating-point dtype"
+        raise TypeError(f"all-reduce avg of {x.dtype}: {why}; allowed are sum, max, min")
     if op in ("max", "min") and x.is_complex():
         raise TypeError(f"all-reduce {op} of {x.dtype}: complex numbers have no order; allowed are sum, avg")
     real = torch.view_as_real(x) if x.is_complex() else x
@@ -204,12 +200,13 @@ def ring_all_reduce(
     fp32_partials: bool = False,
     both_ways: bool | None = None,
 ) -> int:
-    """All-reduce x in place: op sum, avg, max or min over the ranks of group; any shape and strides, equally many elements on all ranks.
+    """All-reduce x in place over the ranks of group: op sum, avg, max or min; any shape and strides, one numel.
 
-    fp32_partials: partial sums of bf16 and fp16 are added, and travel, in fp32; the owner rounds once: within 1 ulp of the exact sum. Costs
-    4 bytes of memory per element, and 6 (N-1)/N bytes on the wire, not 4. Without it every hop rounds: an error that grows with N.
-    both_ways: see above; None: up to BOTH_WAYS_BYTES. Returns the bytes this rank sent. Raises TypeError, before any communication, for
-    dtypes and ops that gloo and NCCL do not reduce either. One caller at a time per device: calls share the receive buffer.
+    fp32_partials: partial sums of bf16 and fp16 are added, and travel, in fp32; the owner rounds once: within 1 ulp of
+    the exact sum. Costs 4 bytes of memory per element, and 6 (N-1)/N bytes on the wire, not 4. Without it every hop
+    rounds: an error that grows with N. both_ways: see above; None: up to BOTH_WAYS_BYTES. Returns the bytes this rank
+    sent. Raises TypeError, before any communication, for dtypes and ops that gloo and NCCL do not reduce either. One
+    caller at a time per device: calls share the receive buffer.
     """
     real, flat = _flatten(x, op)
     both_ways = flat.nbytes <= BOTH_WAYS_BYTES if both_ways is None else both_ways
@@ -225,9 +222,9 @@ def ring_all_reduce(
 
 @torch.no_grad()
 def central_all_reduce(x: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> int:
-    """The same by way of the group's rank 0: it receives N-1 tensors, adds them up, and sends the result N-1 times. Returns bytes sent.
+    """The same by way of the group's rank 0: it receives N-1 tensors, adds them up, and sends the result N-1 times.
 
-    Its one link carries 2(N-1) x size while the others idle, and it needs one more tensor of memory.
+    Its one link carries 2(N-1) x size while the others idle, and it needs one more tensor. Returns the bytes sent.
     """
     real, flat = _flatten(x, op)
     group = group or dist.group.WORLD
@@ -252,7 +249,7 @@ def central_all_reduce(x: Tensor, op: str = "sum", group: dist.ProcessGroup | No
 
 
 def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -> dict[str, float]:
-    """Median seconds of the slowest rank for each way to all-reduce numel random numbers; each result is checked against the backend's."""
+    """Median seconds of the slowest rank for each way to all-reduce numel random numbers; checks each result."""
     ways = {
         "central": central_all_reduce,
         "ring": lambda x: ring_all_reduce(x, both_ways=False),
@@ -265,12 +262,10 @@ def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -
     dist.all_reduce(expected)
     allowed = 8 * dist.get_world_size() * torch.finfo(dtype).eps * expected.abs().max()
     seconds = torch.zeros(reps, len(ways), dtype=torch.float64, device=device)
-    for rep in range(
-        -1, reps
-    ):  # the first round, overwritten by the last, warms up connections, scratch and page tables
-        for k, (name, way) in sorted(
-            enumerate(ways.items()), reverse=rep % 2 == 0
-        ):  # in turn: drift and load hit all alike
+    # round -1, overwritten by the last, warms up connections, scratch and page tables
+    for rep in range(-1, reps):
+        # in turn: drift and load hit all alike
+        for k, (name, way) in sorted(enumerate(ways.items()), reverse=rep % 2 == 0):
             x.copy_(source)
             dist.barrier()
             if device.type == "cuda":
@@ -286,9 +281,8 @@ def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -
                 seconds[rep, k] = time.perf_counter() - start
             off = (x - expected).abs().max()
             if not off <= allowed:
-                raise RuntimeError(
-                    f"{name}: rank {dist.get_rank()} is {off} off the backend's all-reduce, allowed {allowed}"
-                )
+                me = f"{name}: rank {dist.get_rank()}"
+                raise RuntimeError(f"{me} is {off} off the backend's all-reduce, allowed {allowed}")
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(ways, seconds.median(dim=0).values.tolist(), strict=True))
 
@@ -296,7 +290,8 @@ def benchmark(numel: int, dtype: torch.dtype, device: torch.device, reps: int) -
 def fit_link(size: list[float], seconds: list[float], N: int) -> tuple[float, float, float]:
     """Least squares of t = alpha 2(N-1) + 2(N-1)/N size / beta, every size weighing alike.
 
-    size (bytes) and seconds per message -> (alpha s, beta bytes/s, largest relative residual). UserError when larger was not slower.
+    size (bytes) and seconds per message -> (alpha s, beta bytes/s, largest relative residual). Raises UserError when
+    larger was not slower.
     """
     A = 2 * (N - 1) * np.stack([np.ones(len(size)), np.array(size) / N], axis=1) / np.array(seconds)[:, None]
     alpha, per_byte = np.linalg.lstsq(A, np.ones(len(size)), rcond=None)[0]
@@ -327,19 +322,16 @@ def main() -> None:
     if not Path(cfg.out).absolute().parent.is_dir():
         raise UserError(f"--out {cfg.out}: there is no folder {Path(cfg.out).absolute().parent}")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UserError(
-            "one process has nobody to talk to; launch two or more: torchrun --nproc_per_node=2 ring_allreduce.py"
-        )
+        launch = "torchrun --nproc_per_node=2 ring_allreduce.py"
+        raise UserError(f"one process has nobody to talk to; launch two or more: {launch}")
     device = pick_device(cfg)
     open_group(device, timeout_s=120)
     N, dtype = dist.get_world_size(), getattr(torch, cfg.dtype)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    )
-    say(
-        f"{N} ranks, {backend}, {name}, torch {torch.__version__}, {cfg.dtype}; median ms of the slowest rank (bus bandwidth in GB/s)"
-    )
+    cpu = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else cpu
+    unit = "median ms of the slowest rank (bus bandwidth in GB/s)"
+    say(f"{N} ranks, {backend}, {name}, torch {torch.__version__}, {cfg.dtype}; {unit}")
     rows = []
     for size in sizes:
         numel = max(1, round(size * 1e6 / dtype.itemsize))
@@ -352,25 +344,13 @@ def main() -> None:
     say("ring: t = alpha 2(N-1) + 2(N-1)/N size / beta; central: t = 2(N-1) (alpha + size / beta)")
     say(f"alpha {alpha * 1e6:.1f} us, beta {beta / 1e9:.2f} GB/s; the ring's times are within {residual:.0%} of that")
     for ranks in (8, 64):
-        ring, central = (
-            2e3 * (ranks - 1) * (alpha + part / beta) for part in (rows[-1]["bytes"] / ranks, rows[-1]["bytes"])
-        )
+        parts = (rows[-1]["bytes"] / ranks, rows[-1]["bytes"])
+        ring, central = (2e3 * (ranks - 1) * (alpha + part / beta) for part in parts)
         say(f"{sizes[-1]:g} MB on {ranks} ranks over such links: ring {ring:.1f} ms, central {central:.1f} ms")
     if dist.get_rank() == 0:
-        link = {
-            "backend": backend,
-            "device": name,
-            "world": N,
-            "dtype": cfg.dtype,
-            "alpha_s": alpha,
-            "beta_bytes_s": beta,
-            "residual": residual,
-        }
-        link |= {
-            "torch": torch.__version__,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "rows": rows,
-        }
+        link = {"backend": backend, "device": name, "world": N, "dtype": cfg.dtype}
+        link |= {"alpha_s": alpha, "beta_bytes_s": beta, "residual": residual, "torch": torch.__version__}
+        link |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "rows": rows}
         Path(cfg.out).write_text(json.dumps(link, indent=1) + "\n")
         say(f"written to {cfg.out}")
     dist.destroy_process_group()

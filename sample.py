@@ -2,12 +2,12 @@
 
     python sample.py runs/NAME --prompt "def main("                  # the newest checkpoint of a run
     python sample.py runs/NAME/ckpt/step_00001000 --tokens 500 --temperature 0
-    python sample.py llama/ --prompt "12 7 9"                        # a Hugging Face folder, ids where no tokenizer is known
+    python sample.py llama/ --prompt "12 7 9"                        # a Hugging Face folder, ids without a tokenizer
 
-The lesson: a token's keys and values depend only on what came before it, so they are computed once and kept. One new token then costs
-2 FLOPs per weight and reads 2 x layers x KV heads x head size numbers per position kept; without the cache it would cost the whole
-context again. Positions are rotated before they are kept, so a full context cannot just drop its oldest token: its newer half is read
-again from position 0.
+The lesson: a token's keys and values depend only on what came before it, so they are computed once and kept. One new
+token then costs 2 FLOPs per weight and reads 2 x layers x KV heads x head size numbers per position kept; without the
+cache it would cost the whole context again. Positions are rotated before they are kept, so a full context cannot just
+drop its oldest token: its newer half is read again from position 0.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from checkpoint import find_checkpoint, whole_piece
 from export import load_hf, open_checkpoint, tokenizer_of
-from model import GPT, check_config, load_config, mlp, param_shapes, rotate
+from model import GPT, check_config, load_config, params, rotate
 from support.flags import UserError, parse_flags, print_help, run_cli
 from support.prepare import encode_text, load_tokenizer
 from support.rendezvous import pick_device
@@ -33,9 +33,7 @@ from support.rendezvous import pick_device
 class Config:
     """sample.py's flags; the comment behind a field is its --help text."""
 
-    prompt: str = (
-        ""  # text to go on from; ids separated by blanks where no tokenizer is known [the start of a document]
-    )
+    prompt: str = ""  # text to go on from; ids and blanks where no tokenizer is known [the start of a document]
     tokens: int = 200  # at most so many new ones; an end-of-text ends it before
     temperature: float = 0.8  # of the softmax; 0: always the likeliest token
     top_k: int = 50  # draw among so many likeliest tokens; 0: among all
@@ -47,13 +45,14 @@ class Config:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> GPT:
-    """The whole model of one of our checkpoints or of a Hugging Face Llama folder. Host memory: one tensor beside the model."""
+    """The whole model of one of our checkpoints or of a Hugging Face folder. Host memory: one tensor beside it."""
     ours = (path / "meta.json").is_file()
     cfg, read = open_checkpoint(path) if ours else (load_config(str(path / "config.json")), None)
     check_config(cfg)
     model = GPT(cfg)
-    for name, shape in param_shapes(cfg).items():
-        model.set_param(name, read(name).to(device, dtype) if ours else torch.empty(shape, dtype=dtype, device=device))
+    for name, param in params(cfg).items():
+        tensor = read(name).to(device, dtype) if ours else torch.empty(param.shape, dtype=dtype, device=device)
+        model.set_param(name, tensor)
     if not ours:
         load_hf(path, {name: whole_piece(param.detach()) for name, param in model.named_parameters()}, cfg)
     model.set_buffers(dtype, device)
@@ -61,24 +60,21 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> GPT:
 
 
 def new_cache(model: GPT) -> Tensor:
-    """Keys and values of every layer, (n_layer, 2, KV, seq_len, hd): 2 x itemsize x KV x hd bytes per layer and position."""
+    """Keys and values of every layer, (n_layer, 2, KV, seq_len, hd); 2 x KV x hd numbers per layer and position."""
     cfg, like = model.cfg, model.tok_emb.weight
     return torch.zeros(cfg.n_layer, 2, cfg.n_kv_head, cfg.seq_len, cfg.head_dim, dtype=like.dtype, device=like.device)
 
 
 @torch.no_grad()
 def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tensor:
-    """Logits (V,) after the last of `ids`, which stand at positions past .. past + T - 1; their keys and values are added to the cache."""
+    """Logits (V,) after the last of `ids`, at positions past .. past + T - 1, whose keys and values are cached."""
     T, end = len(ids), past + len(ids)
     cos, sin = model.cos[past:end], model.sin[past:end]
     seen = torch.ones(T, end, dtype=torch.bool, device=cache.device).tril(past)  # query t sees positions 0 .. past + t
     h = model.embed(torch.tensor([ids], device=cache.device))  # (1, T, C)
     for block, (keys, values) in zip(model.blocks, cache):
         x = block.attn_norm(h)
-        q, k, v = (
-            F.linear(x, w.weight).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2)
-            for w in (block.wq, block.wk, block.wv)
-        )
+        q, k, v = (w(x).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2) for w in (block.wq, block.wk, block.wv))
         keys[:, past:end], values[:, past:end] = rotate(k, cos, sin)[0], v[0]  # (KV, T, hd)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
@@ -87,13 +83,13 @@ def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tens
             attn_mask=seen,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        h = h + F.linear(y.transpose(1, 2).reshape(1, T, -1), block.wo.weight)
-        h = h + mlp(block.mlp_norm(h), block.w_gate.weight, block.w_up.weight, block.w_down.weight)
+        h = h + block.wo(y.transpose(1, 2).reshape(1, T, -1))
+        h = h + block.mlp(block.mlp_norm(h))
     return model.logits(h[:, -1])[0]
 
 
 def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: int | None) -> Iterator[int]:
-    """Up to cfg.tokens new ids after `prompt` (at least one id), drawn among the ids `allowed` (1-D int64); stops at `end`."""
+    """Up to cfg.tokens new ids after `prompt`, one id or more, drawn among `allowed` (1-D int64). Stops at `end`."""
     draws = torch.Generator().manual_seed(cfg.seed)  # on the CPU: GPUs draw other numbers
     cache, context = new_cache(model), model.cfg.seq_len
     ids, new, past = list(prompt), list(prompt), 0
@@ -103,9 +99,8 @@ def generate(model: GPT, prompt: list[int], cfg: Config, allowed: Tensor, end: i
         logits = forward_cached(model, new, cache, past).double().cpu()[allowed]
         past += len(new)
         if not logits.isfinite().all():
-            raise UserError(
-                f"the logits after {len(ids)} tokens are not finite: broken weights, or --dtype float16 overflows"
-            )
+            reason = "broken weights, or --dtype float16 overflows"
+            raise UserError(f"the logits after {len(ids)} tokens are not finite: {reason}")
         if cfg.temperature:
             top, places = logits.topk(min(cfg.top_k or len(logits), len(logits)))
             place = places[torch.multinomial(((top - top[0]) / cfg.temperature).softmax(0), 1, generator=draws)]
@@ -146,15 +141,14 @@ def main() -> None:
         except ValueError:
             prompt = []
         if not prompt or not all(0 <= i < V for i in prompt):
-            raise UserError(
-                f"no tokenizer is known for {path}: --prompt takes ids from 0 to {V - 1}, such as --prompt '1 2 3'"
-            )
+            allowed = f"--prompt takes ids from 0 to {V - 1}, such as --prompt '1 2 3'"
+            raise UserError(f"no tokenizer is known for {path}: {allowed}")
         for token in generate(model, prompt, cfg, torch.arange(V), None):
             print(token, end=" ", flush=True)
         print()
         return
     prompt = encode_text(encoding, cfg.prompt).tolist() or [encoding.eot_token]
-    # what training text can hold: every ordinary token and the end-of-text; a padded vocabulary and unused special tokens stay out
+    # what training text can hold: ordinary tokens and the end-of-text; no padding of the vocabulary, no unused special
     known = {encoding.encode_single_token(token) for token in encoding.token_byte_values()} | {encoding.eot_token}
     allowed = torch.tensor(sorted(token for token in known if token < V))
     if max(prompt) >= V:

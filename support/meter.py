@@ -18,7 +18,7 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from support.flags import UserError
 from support.run import Run
-
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange", "send", "recv")
 PARTS = {  # operation -> part of the step's time
@@ -72,7 +71,10 @@ _meter: "Meter | None" = None
 
 @contextmanager
 def at(op: str, what: str = "", nbytes: int = 0):
-    """Mark what runs inside: op is a key of PARTS, what names the unit, nbytes is the payload handed to a collective."""
+    """Mark what runs inside.
+
+    Op is a key of PARTS, what names the unit, nbytes is the payload handed to a collective.
+    """
     meter = _meter
     if meter is None:
         yield
@@ -114,9 +116,11 @@ class Meter:
         self.cuda = run.device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(run.device)) if self.cuda else None
         self.rows: list[dict] = []
-        self.bytes: dict[str, int] = defaultdict(int)  # of the current step
-        self.calls: dict[str, int] = defaultdict(int)
-        self.step_traffic: dict[str, tuple[int, int]] = {}  # of the last whole step: op -> (calls, bytes)
+        self.updates = 0  # steps that were not skipped
+        # the ledger, operation -> calls and bytes: of the run, and of this step's passes, which count if it is not
+        # skipped
+        self.traffic: Counter[tuple[str, str]] = Counter()
+        self.step_traffic: Counter[tuple[str, str]] = Counter()
         self.sequence = 0
         self.file = None
         self.profiler = None
@@ -154,12 +158,16 @@ class Meter:
         self.marks.append((part, now))
 
     def _enter(self, op: str, what: str, nbytes: int) -> None:
-        if "eval" in self.stack and op != "optimizer":  # but an update that waited for a forward pass is
+        updating = (
+            op == "optimizer" or "optimizer" in self.stack
+        )  # with offload in any forward pass, an evaluation's too
+        if "eval" in self.stack and not updating:
             op = "eval"  # what evaluation sends is not part of a step
         # what a collective of ours sends is not handed over once more
         if op in COLLECTIVES and not any(outer in COLLECTIVES for outer in self.stack):
-            self.bytes[op] += nbytes
-            self.calls[op] += 1
+            ledger = self.traffic if updating else self.step_traffic
+            ledger[op, "calls"] += 1
+            ledger[op, "bytes"] += nbytes
             if self.run.cfg.check_collectives:
                 self._agree(op, what, nbytes)
         self.stack.append(op)
@@ -208,10 +216,10 @@ class Meter:
         """
         parts = self._parts()
         seconds = sum(parts.values())
-        if not skipped:  # a skipped step has no update to send
-            self.step_traffic = {op: (self.calls[op], self.bytes[op]) for op in self.calls}
-        self.bytes.clear()
-        self.calls.clear()
+        if not skipped:
+            self.updates += 1
+            self.traffic += self.step_traffic
+        self.step_traffic.clear()
         # a step that also evaluated or saved is not a slower step: those seconds stand beside, not in the rate
         training = seconds - parts["eval"] - parts["checkpoint"]
         rate = tokens / training
@@ -242,7 +250,10 @@ class Meter:
         return row
 
     def _trace(self, profiler: torch.profiler.profile) -> None:
-        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel (streams overlap: no 100 %)."""
+        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel (streams overlap.
+
+        No 100 %).
+        """
         folder = Path(self.run.out, "trace")
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank-{self.run.rank}.json.gz"))
@@ -288,10 +299,25 @@ class Meter:
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
         )
 
+    def compare(self, predicted: list[tuple[str, str, int]]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """Operation -> (calls, bytes) of all updates so far, as predicted and as counted where the bytes moved.
+
+        predicted: the transfers of one step, (operation, unit, payload bytes) each.
+        """
+        found = {}
+        for op in (
+            dict.fromkeys([op for op, _, _ in predicted] + [op for op, _ in self.traffic]) if self.updates else ()
+        ):
+            sizes = [size for o, _, size in predicted if o == op]
+            expected = self.updates * len(sizes), self.updates * sum(sizes)
+            found[op] = expected, (self.traffic[op, "calls"], self.traffic[op, "bytes"])
+        return found
+
     def summary(self, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
         """The closing lines: where the time went, and predicted beside measured.
 
-        memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload bytes) each.
+        memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload
+        bytes) each.
         """
         rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
         if not rows or self.run.rank:
@@ -301,11 +327,11 @@ class Meter:
         say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items() if share >= 0.0005))
         rates = sorted(r["tok_s_gpu"] for r in rows)
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
-        for op in dict.fromkeys((*(op for op, _, _ in traffic), *self.step_traffic)) if self.step_traffic else ():
-            sizes = [size for o, _, size in traffic if o == op]
-            (pc, pb), (mc, mb) = (len(sizes), sum(sizes)), self.step_traffic.get(op, (0, 0))
-            verdict = "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
-            say(f"{op}: predicted {pc} calls, {pb:,} bytes a step; measured {mc} calls, {mb:,} bytes: {verdict}")
+        for op, ((pc, pb), (mc, mb)) in self.compare(traffic).items():
+            n, verdict = self.updates, "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
+            say(
+                f"{op}: {pc // n} calls, {pb // n:,} bytes a step predicted; in {n} steps {mc} calls, {mb:,} bytes: {verdict}"
+            )
         predicted = sum(memory.values())
         say(
             "memory: "

@@ -42,8 +42,8 @@ import numpy as np
 import tiktoken
 
 from checkpoint import fsync
-from data import FORMAT, raw_shard, read_meta
 from support.flags import UserError
+from support.tokens import FORMAT, raw_shard, read_meta
 
 SHARD_BYTES = 1 << 30
 PIECE = 1 << 18  # characters one thread encodes at a time: about 50 ms of work, small enough to bound memory

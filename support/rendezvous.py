@@ -41,6 +41,11 @@ def pick_device(cfg) -> torch.device:
     return device
 
 
+def job_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of `group` (the whole job when None), also before the job has met."""
+    return dist.get_world_size(group) if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
 def open_group(device: torch.device, timeout_s: int) -> None:
     """Join the job's process group: torchrun's, one described by RANK and WORLD_SIZE by hand, or a group of one.
 

@@ -53,6 +53,10 @@ class Run:
         rest, seat = divmod(self.rank if rank is None else rank, self.tp * self.cp)
         return Place(*divmod(rest, self.pp), seat)
 
+    def rank_of(self, place: Place) -> int:
+        """The rank that stands there."""
+        return (place.replica * self.pp + place.stage) * self.tp * self.cp + place.seat
+
     @property
     def master_dtype(self) -> torch.dtype:
         """Of master weights, moments and gradient accumulation: float32, or float64 for the proofs."""

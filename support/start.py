@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data import has_val, open_tokens
 from model import check_config, flops_per_token, n_params
 from support.defaults import fill
 from support.flags import Config, UserError, flag_name, parse_flags, print_help
@@ -34,6 +33,7 @@ from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
 from support.run import Run, make_group
+from support.tokens import has_val, open_tokens
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = 0.5  # seconds within which a second signal is the first once more: some launchers deliver it twice

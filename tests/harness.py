@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 from support import meter, prepare
 
-# ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's time
+# ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's
+# time
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch.distributed.checkpoint", "torch._dynamo", "torch.optim.adamw", "tiktoken", "numpy"]
@@ -89,7 +90,10 @@ TOY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ff=88, vocab_size=61, 
 
 
 def toy_files(folder: Path, **model) -> None:
-    """toy.json (a model), plain/ and masked/ (corpora of 61 ids; in masked, 3 to 32 targets of a window count, in one window none)."""
+    """toy.json (a model), plain/ and masked/ (corpora of 61 ids.
+
+    In masked, 3 to 32 targets of a window count, in one window none).
+    """
     (folder / "toy.json").write_text(json.dumps(TOY | model))
     draw = np.random.default_rng(0)
     ids = (
@@ -104,26 +108,37 @@ def toy_files(folder: Path, **model) -> None:
 
 
 def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.summary) -> None:
-    """Meter.summary(), and in every run of every test the bytes and calls that were counted in its last step are those predicted."""
-    if self.step_traffic:
-        sizes = {op: [size for o, _, size in predicted if o == op] for op, _, _ in predicted}
-        counted = {op: traffic for op, traffic in self.step_traffic.items() if traffic[0]}
-        assert counted == {op: (len(s), sum(s)) for op, s in sizes.items()}, "counted is not what was predicted"
+    """Meter.summary(), and in every run of every test the bytes and calls that were counted are those predicted."""
+    for op, (expected, counted) in self.compare(predicted).items():
+        assert counted == expected, f"{op}: {counted} calls and bytes, predicted {expected}"
     summary(self, memory, predicted)
 
 
 def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dict[str, list[dict]]:
-    """Log rows of script.main for each named set of flags, one after the other in the same processes; run folders folder/NAME."""
+    """Log rows of script.main for each named set of flags, one after the other in the same processes.
+
+    Run folders folder/NAME.
+    """
     module = importlib.import_module(script)
     meter.Meter.summary = checked_summary
     rows = {}
     for name, flags in variants.items():
         base = dict(
-            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{name}", device="cpu", dtype="float64", global_batch=12,
-            micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0, save_every=1000, log_every=1000,
+            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{name}", device="cpu", dtype="float64",
+            global_batch=12, micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
+            save_every=1000, log_every=1000,
         )  # fmt: skip
         rows[name] = module.main(module.Config(**base | flags))
     return rows
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The whole model's logits, (B, T) -> (B, T, V); in training it only gives its loss."""
+    h = model.embed(x)
+    for block in model.blocks:
+        h = block(h, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
+    return model.logits(h)
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:

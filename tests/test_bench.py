@@ -66,9 +66,9 @@ def test_rows_are_those_of_the_logs(first):
     folder, _, text = first
     rows = json.loads(rows_file(folder / "out").read_text())
     assert [(r["strategy"], r["gpus"]) for r in rows] == [("single", 1), ("ddp", 2)]
-    wanted = "model strategy gpus micro_batch accum tok_s_gpu mfu peak_gb hardware torch commit date command exposed_comm data_wait".split()
+    wanted = "model strategy gpus micro_batch accum tok_s_gpu mfu peak_gb hardware torch commit date command".split()
     for row in rows:
-        assert set(wanted) <= row.keys() and row["steps"] == 8
+        assert {*wanted, "exposed_comm", "data_wait"} <= row.keys() and row["steps"] == 8
         out = folder / "out" / f"toy-{row['strategy']}-{row['gpus']}"
         steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         ms = sorted(s["step_ms"] for s in steps[3:])
@@ -146,11 +146,13 @@ def test_wrong_settings(first, settings, message):
 
 
 def row(strategy: str, gpus: int, tok_s: float, **more) -> dict:
-    return dict(
-        model="6b", strategy=strategy, gpus=gpus, global_batch=64, seq_len=2048, micro_batch=4, accum=2, dtype="bfloat16",
-        tok_s=tok_s, tok_s_gpu=tok_s / gpus, mfu=0.5, peak_gb=90.0, step_ms=100.0, step_ms_min=99.0, step_ms_max=101.0,
-        exposed_comm=0.1, bubble=0.0, data_wait=0.0, final_loss=9.5, steps=8, hardware="H", torch="2", commit="c", date="d", command="x",
-    ) | more  # fmt: skip
+    return {
+        **dict(model="6b", strategy=strategy, gpus=gpus, global_batch=64, seq_len=2048, micro_batch=4, accum=2),
+        **dict(dtype="bfloat16", tok_s=tok_s, tok_s_gpu=tok_s / gpus, mfu=0.5, peak_gb=90.0, final_loss=9.5, steps=8),
+        **dict(step_ms=100.0, step_ms_min=99.0, step_ms_max=101.0, exposed_comm=0.1, bubble=0.0, data_wait=0.0),
+        **dict(hardware="H", torch="2", commit="c", date="d", command="x"),
+        **more,
+    }
 
 
 def table(tmp_path, capsys, rows: list[dict]) -> str:
@@ -170,6 +172,66 @@ def test_two_baselines_when_the_model_does_not_fit(tmp_path, capsys):
     assert "vs one GPU with offload" in text and "vs one GPU, compute only" in text
     line = next(line for line in text.splitlines() if " zero2 " in line)
     assert "150.0%" in line and "75.0%" in line
+
+
+def test_per_added_gpu_and_best_value(tmp_path, capsys):
+    """1 -> 2 GPUs brings 9,000 tokens/s; 2 -> 4 brings 12,000 by two GPUs; 4 -> 8 brings 8,000 by four."""
+    rows = [row("single", 1, 10_000), row("ddp", 2, 19_000), row("ddp", 4, 31_000), row("ddp", 8, 39_000)]
+    rows += [row("zero2", 4, 30_000, micro_batch=2), row("zero2", 4, 18_000), row("zero2", 8, 38_000)]
+    text = table(tmp_path, capsys, rows)
+    column = [name.strip() for name in text.splitlines()[0].split("|")].index("per added GPU")
+    shares = [
+        (line.split("|")[2].strip(), line.split("|")[column].strip()) for line in text.splitlines()[2 : 2 + len(rows)]
+    ]
+    assert shares == [
+        ("single", "-"), ("ddp", "90.0%"), ("ddp", "60.0%"), ("zero2", "66.7%"), ("zero2", "26.7%"), ("ddp", "20.0%"),
+        ("zero2", "20.0%"),  # over the better of its two rows on four
+    ]  # fmt: skip
+    assert text.splitlines()[-1].startswith("best value: 4 GPUs (ddp)")
+    assert table(tmp_path, capsys, rows[:3]).splitlines()[-1].startswith("best value: 4 GPUs")
+    assert "best value: unknown" in table(tmp_path, capsys, rows[1:3])
+
+
+def test_cells(tmp_path, monkeypatch, capsys):
+    """What is left out, and in which order the rest comes; a fresh folder with two of the scripts in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in dict(GPUS="1 2 4", STRATEGIES="ddp 3d cp", CUDA_VISIBLE_DEVICES="", OUT="out").items():
+        monkeypatch.setenv(name, value)
+    for script in ("train_ddp.py", "train_3d.py"):
+        (tmp_path / script).touch()
+    bench_table.plan(["--data", "a folder"])
+    said = capsys.readouterr()
+    files, *lines = [line.split("\t") for line in said.out.splitlines()]
+    assert files == ["out/scaling-tiny-64-cpu-" + files[0].split("-")[-1], "out/scaling.png", "out/tiny"]
+    assert [line[:3] for line in lines] == [
+        ["run", "single", "1"], ["spare", "compute-only", "1"], ["spare", "zero2-offload", "1"],
+        ["run", "ddp", "4"], ["run", "ddp", "2"], ["run", "3d", "4"],
+    ]  # fmt: skip
+    assert lines[-1][3].startswith(
+        "torchrun --nproc_per_node=4 train_3d.py --tp 2 --pp 2 --model tiny --global-batch 64"
+    )
+    assert lines[-1][3].endswith("--data 'a folder'")
+    assert "left out  cp: there is no train_cp.py here\n" in said.err and said.err.count("left out") == 2
+    assert "left out  3d on 2: it needs 4 or more\n" in said.err
+
+
+def test_model_that_does_not_fit_one_gpu(first):
+    """The run that fails here has a micro-batch that does not divide; the two baselines take its place."""
+    code, text = finish(start(first[0], "spare", GPUS="1", STRATEGIES="single", MICRO="single=3"))
+    assert cells(text) == [("FAILED", "single 1"), ("measured", "compute-only 1"), ("measured", "zero2-offload 1")], (
+        text
+    )
+    assert code == 1 and "vs one GPU with offload" in text
+
+
+def test_out_of_memory_is_said_with_the_prediction(tmp_path, capsys):
+    (tmp_path / "log").write_text("step 0\nrank 0: torch.OutOfMemoryError: CUDA out of memory. Tried ...\n")
+    (tmp_path / "log.explain").write_text("traffic ...\n\nmemory of one rank, GB: 144.400\n")
+    bench_table.why_failed(str(tmp_path / "log"), "1", "300")
+    assert capsys.readouterr().out.startswith("out of memory: 144.400 GB predicted, the card has")
+    (tmp_path / "log.explain").unlink()
+    bench_table.why_failed(str(tmp_path / "log"), "1", "300")
+    assert capsys.readouterr().out.startswith("exit code 1: rank 0: torch.OutOfMemoryError: CUDA out of memory")
 
 
 def test_losses_that_disagree_are_a_failure(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""checkpoint.py: boxes, any layout to any layout, complete or absent, damage, hostile files. Real ranks, files, signals and limits."""
+"""checkpoint.py: boxes, any layout to any layout, complete or absent, damage, hostile files. Real ranks and files."""
 
 import dataclasses
 import hashlib
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ROOT, run_ranks
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -228,9 +229,17 @@ def test_any_layout_from_any_layout_bit_for_bit(tmp_path):
         plain = torch.load(tmp_path / "plain.pt", weights_only=True)
         assert {n for n in plain if not n.startswith("rng.")} == set(reference)
         assert all(same_bits(plain[name], t) for name, t in reference.items())
-    # a replicated tensor is stored once: what three ranks wrote is the model once, plus some 2 kB per box for its archive
+    # a replicated tensor is stored once: three ranks wrote the model once, plus some 2 kB per box for its archive
     index = checkpoint.read_index(path)
-    assert [len(index.state_dict_metadata[n].chunks) for n in ("norm.weight", "scale")] == [1, 1]
+    assert [len(index[n].boxes) for n in ("norm.weight", "scale")] == [1, 1]
+    # what is read from the index is all that DCP's own reader finds in it
+    dcp = FileSystemReader(path).read_metadata()
+    assert index == {
+        name: (t.size, t.properties.dtype, [
+            (c.offsets, c.sizes, dcp.storage_data[dcp_metadata.MetadataIndex(name, c.offsets)]) for c in t.chunks
+        ])
+        for name, t in dcp.state_dict_metadata.items()
+    }  # fmt: skip
 
 
 # ---- complete or absent ----
@@ -366,7 +375,7 @@ def _saving_rank(rank: int, folder: str, store: str, expected: str | None) -> No
 
 
 def _kill_loop(folder: Path, rounds: int) -> list[int]:
-    """Kills both ranks, or only rank 1, in the middle of saving, `rounds` times. Returns the newest step after each round."""
+    """Kills both ranks, or only rank 1, in the middle of saving, `rounds` times; returns the newest step after each."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "test_checkpoint"])
     newest, rng = [], random.Random(0)
@@ -519,6 +528,38 @@ def test_command_line(two_steps, tmp_path):
         assert (out + err).count("\n") == (2 if text == "step_00000002" else 1)
 
 
+def _close(rank: int, folder: str) -> dict:
+    """Two runs after each other on ranks 0 and 1 of a job of three; rank 2 takes no part."""
+    control = dist.new_group([0, 1], backend="gloo")
+    if rank == 2:
+        return {}
+    facts = {}
+    saver = Checkpointer(folder, group=control)
+    if rank == 1:
+        _slow_first_write(1)
+    saver.save(1, flat_layout(full(1), rank, 2), {})
+    saver.close()
+    facts["closed"] = verify(steps(folder)[-1]), saver.thread, saver.arena
+    again = Checkpointer(folder, group=control)
+    facts["same group"] = again.group is saver.group
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    again.save(2, flat_layout(full(2) | {"big": torch.ones(1000, 100)}, rank, 2), {})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    facts["error"] = refused(again.close)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    facts["after it"] = again.arena, [path.name for path in steps(folder)]
+    again.close()
+    return facts
+
+
+def test_close_waits_and_tells_and_a_later_run_has_the_same_group(tmp_path):
+    first, second, _ = run_ranks(3, _close, str(tmp_path / "ckpt"))
+    for facts in (first, second):
+        assert facts["closed"] == ([], None, None) and facts["same group"]
+        assert "File too large" in facts["error"] and facts["after it"] == (None, ["step_00000001"])
+
+
 # ---- hostile files ----
 
 
@@ -540,7 +581,7 @@ def _reseal(path: Path) -> None:
 
 
 def _plant(path: Path, where: str, marker: Path) -> None:
-    index = checkpoint.read_index(path)
+    index = pickle.loads((path / ".metadata").read_bytes())
     if where == "index is the bomb":
         (path / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
     elif where == "index holds the bomb":
@@ -616,3 +657,56 @@ def test_no_file_of_a_checkpoint_can_run_anything(two_steps, tmp_path):
         with pytest.raises(UserError, match=where):
             read_meta(tmp_path / where / "step_00000002")
     assert not marker.exists()
+
+
+def _global(name: str) -> bytes:
+    """Pickle opcodes that push a global: STACK_GLOBAL."""
+    return b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in name.rsplit(".", 1)) + b"\x93"
+
+
+DCP = "torch.distributed.checkpoint."
+PLANTED = {b"}\x8c\x07planted\x88s": "a dict", b"N}\x8c\x07planted\x88s\x86": "(None, slots)"}  # what BUILD sets
+TARGETS = {
+    "a class": _global(DCP + "metadata.Metadata"),
+    "a class's base for frozen records": _global(DCP + "metadata.MetadataIndex"),
+    "an enum": _global(DCP + "metadata._MEM_FORMAT_ENCODING"),
+    "a function": _global("torch.serialization._get_layout"),
+    "torch.Size": _global("torch.Size"),
+    "a dtype": _global("torch.float32"),
+    "a layout": _global("torch.serialization._get_layout") + b"\x8c\rtorch.strided\x85R",
+    "a member of an enum": _global(DCP + "metadata._MEM_FORMAT_ENCODING") + b"K\x00\x85R",
+}
+OWNERS = [dcp_metadata.Metadata, dcp_metadata.MetadataIndex, dcp_metadata._MEM_FORMAT_ENCODING, torch.Size]
+OWNERS += [torch.serialization._get_layout, torch.float32, torch.strided, dcp_metadata._MEM_FORMAT_ENCODING(0)]
+
+
+@pytest.mark.parametrize("state", PLANTED, ids=PLANTED.values())
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_index_sets_no_attribute_outside_of_itself(two_steps, tmp_path, target, state):
+    """The attack hides in a part of a sound index that nobody reads; all that it names is on the allow-list."""
+    shutil.copytree(two_steps / "step_00000002", tmp_path / "step")
+    whole = (tmp_path / "step" / ".metadata").read_bytes()
+    assert whole[:2] == b"\x80\x04" and checkpoint.read_index(tmp_path / "step")
+    frame = whole[2:] if whole[2:3] != b"\x95" else whole[11:]
+    attack = b"\x80\x04" + TARGETS[target] + state + b"b0" + frame  # BUILD, POP, then the index itself
+    (tmp_path / "step" / ".metadata").write_bytes(attack)
+    try:
+        index = checkpoint.read_index(tmp_path / "step")
+    except UserError as error:
+        assert ".metadata is refused: " in str(error)
+    else:  # what can have a state of its own may be given one
+        assert target in ("a layout", "a member of an enum") and index == checkpoint.read_index(
+            two_steps / "step_00000002"
+        )
+    assert not any(hasattr(owner, "planted") for owner in OWNERS)
+
+
+def test_the_attack_on_attributes_works_on_an_unpickler_that_only_lists_classes():
+    attack = b"\x80\x04" + TARGETS["a function"] + next(iter(PLANTED)) + b"b."
+    pickle.loads(attack)
+    assert torch.serialization._get_layout.planted
+    del torch.serialization._get_layout.planted
+    attack = b"\x80\x04" + TARGETS["a class"] + list(PLANTED)[1] + b"b."
+    pickle.loads(attack)
+    assert dcp_metadata.Metadata.planted
+    del dcp_metadata.Metadata.planted

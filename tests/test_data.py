@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,15 +17,18 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+import torch.distributed as dist
 from harness import ROOT, run_ranks
 
 import data
 from support import prepare
-from support.flags import UserError
+from support.flags import Config, UserError
+from support.run import Run
+from support.tokens import Tokens, has_val, open_tokens
 
 EOT = 256  # of the bytes tokenizer
-# Encodings of our own, found by tiktoken's plug-in mechanism: 256 bytes and every pair of bytes, so that ids pass 65,536
-# and a word cut in the wrong place gives other pairs; under the three patterns in use, and one pattern that panics.
+# Encodings of our own, found by tiktoken's plug-in mechanism: 256 bytes and every pair of bytes, so that ids pass
+# 65,536 and a word cut in the wrong place gives other pairs; under the three patterns in use, and one that panics.
 PLUGIN = r'''
 RANKS = {bytes([i]): i for i in range(256)}
 pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
@@ -32,7 +36,8 @@ for pair in sorted(pairs, key=lambda p: p.isalpha()):
     RANKS[pair] = len(RANKS)
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
+    r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 )
 O200K = "|".join([
     r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
@@ -114,7 +119,7 @@ def test_ids_over_65535_round_trip_and_are_refused_when_too_large(tmp_path):
     folder = write(tmp_path / "in", a__jsonl=lines({"ids": [1, 70000, 65535]}, {"ids": [65536, 2]}))
     ids, meta = made(tmp_path, folder, vocab_size=70001)
     assert ids == [1, 70000, 65535, 65536, 2] and meta["dtype"] == "uint32" and meta["tokenizer"] == "ids"
-    x, y = data.open_tokens(str(tmp_path / "out")).window(0, 4)
+    x, y = open_tokens(str(tmp_path / "out")).window(0, 4)
     assert x.tolist() == [1, 70000, 65535, 65536] and y.tolist() == [70000, 65535, 65536, 2] and x.dtype == np.int64
     with refuses(r"a.jsonl:1: id 70000 at position 1, allowed are 0 to 49999"):
         made(tmp_path, folder, "out2", vocab_size=50000)
@@ -152,33 +157,33 @@ def test_npy_and_bin_inputs_and_their_range(tmp_path):
 def test_uint32_taken_for_uint16_and_the_reverse(tmp_path):
     path = file_of(tmp_path, np.arange(1000, 1100), dtype="uint32")
     with refuses("uint16.*looks like uint32"):
-        data.open_tokens(path)
-    assert data.open_tokens(file_of(tmp_path, np.arange(1000, 1100))).n_tokens == 100
+        open_tokens(path)
+    assert open_tokens(file_of(tmp_path, np.arange(1000, 1100))).n_tokens == 100
     folder = write(tmp_path / "in", a__jsonl=lines({"ids": list(range(1000, 1100))}))
     made(tmp_path, folder, vocab_size=70000)
     np.arange(1000, 1100, dtype=np.uint16).tofile(tmp_path / "out" / "train.bin")
     with refuses("train.bin holds 200 bytes: meta.json says 100 tokens of uint32"):
-        data.open_tokens(str(tmp_path / "out"))
+        open_tokens(str(tmp_path / "out"))
 
 
 def test_llmc_header(tmp_path):
-    tokens = data.open_tokens(llmc(tmp_path, [50256, 1, 2, 3, 4]))
+    tokens = open_tokens(llmc(tmp_path, [50256, 1, 2, 3, 4]))
     assert tokens.n_tokens == 5 and tokens.window(0, 4)[0].tolist() == [50256, 1, 2, 3] and tokens.tokenizer == "gpt2"
     llmc(tmp_path, [7, 8], name="x_train_1.bin")
     llmc(tmp_path, [9] * 3, name="x_val_0.bin")
-    folder = data.open_tokens(str(tmp_path))
+    folder = open_tokens(str(tmp_path))
     assert folder.n_tokens == 7 and folder.window(0, 6)[1].tolist() == [1, 2, 3, 4, 7, 8]  # over the files' edge
-    assert data.has_val(str(tmp_path)) and data.open_tokens(str(tmp_path), "val").n_tokens == 3
+    assert has_val(str(tmp_path)) and open_tokens(str(tmp_path), "val").n_tokens == 3
     for n in (4, 6):
         with refuses(f"header says {n} tokens, file holds 5"):
-            data.open_tokens(llmc(tmp_path, [1, 2, 3, 4, 5], n=n))
+            open_tokens(llmc(tmp_path, [1, 2, 3, 4, 5], n=n))
     with refuses("version 2"):
-        data.open_tokens(llmc(tmp_path, [1, 2], version=2))
-    big = data.open_tokens(llmc(tmp_path, [100000, 5], magic=20240801, version=7, dtype="uint32"))
+        open_tokens(llmc(tmp_path, [1, 2], version=2))
+    big = open_tokens(llmc(tmp_path, [100000, 5], magic=20240801, version=7, dtype="uint32"))
     assert big.window(0, 1)[0].tolist() == [100000] and big.dtype == "uint32"
     Path(llmc(tmp_path, [])).write_bytes(np.asarray([20240520, 1, 0], "<i4").tobytes())
     with refuses("a header of 12 bytes"):
-        data.open_tokens(str(tmp_path / "x_train_0.bin"))
+        open_tokens(str(tmp_path / "x_train_0.bin"))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +193,12 @@ def test_llmc_header(tmp_path):
 def test_empty_odd_and_short_files(tmp_path, size, match):
     (tmp_path / "train.bin").write_bytes((np.arange(40, dtype=np.uint16) + 20).tobytes()[:size])
     with refuses(match) as error:
-        data.open_tokens(str(tmp_path)).n_windows(32)
+        open_tokens(str(tmp_path)).n_windows(32)
     assert "\n" not in str(error.value) and "train.bin" in str(error.value) or size == 0
 
 
 def test_exactly_one_window(tmp_path):
-    tokens = data.open_tokens(file_of(tmp_path, range(33)))
+    tokens = open_tokens(file_of(tmp_path, range(33)))
     assert tokens.n_windows(32) == 1 and tokens.n_windows(11) == 2  # the last token of the file has no next one
     x, y = tokens.window(0, 32)
     assert x.tolist() == list(range(32)) and y.tolist() == list(range(1, 33))
@@ -201,30 +206,30 @@ def test_exactly_one_window(tmp_path):
 
 def test_nanogpt_folder(tmp_path):
     file_of(tmp_path, range(40))
-    assert not data.has_val(str(tmp_path))
+    assert not has_val(str(tmp_path))
     file_of(tmp_path, [3, 2, 1], "val.bin")
-    assert data.has_val(str(tmp_path)) and data.has_val(str(tmp_path / "train.bin"))
+    assert has_val(str(tmp_path)) and has_val(str(tmp_path / "train.bin"))
     assert (
-        data.open_tokens(str(tmp_path), "val").n_tokens == 3
-        and data.open_tokens(str(tmp_path / "train.bin"), "val").n_tokens == 3
+        open_tokens(str(tmp_path), "val").n_tokens == 3
+        and open_tokens(str(tmp_path / "train.bin"), "val").n_tokens == 3
     )
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65, "itos": {0: "a"}}))
-    assert data.open_tokens(str(tmp_path)).vocab_size == 65
+    assert open_tokens(str(tmp_path)).vocab_size == 65
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Path("x")}))
     with refuses("meta.pkl is refused.*asks to run"):
-        data.open_tokens(str(tmp_path))
+        open_tokens(str(tmp_path))
     (tmp_path / "book.txt").write_text("a text is no token file" * 100)
     with refuses("prepare --out DIR"):
-        data.open_tokens(str(tmp_path / "book.txt"))
+        open_tokens(str(tmp_path / "book.txt"))
 
 
 def test_fingerprint_follows_the_content(tmp_path):
     path = file_of(tmp_path, range(1000))
-    first = data.open_tokens(path).fingerprint
+    first = open_tokens(path).fingerprint
     os.utime(path, (1, 1))
-    assert data.open_tokens(path).fingerprint == first  # a copy on another machine is the same corpus
+    assert open_tokens(path).fingerprint == first  # a copy on another machine is the same corpus
     file_of(tmp_path, [*range(999), 7])
-    assert data.open_tokens(path).fingerprint != first
+    assert open_tokens(path).fingerprint != first
 
 
 # ---------------------------------------------------------------------------------------- A8-A13: documents
@@ -237,7 +242,7 @@ def test_nothing_to_read_is_one_line_and_exit_2(tmp_path):
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1
     assert str(tmp_path / "in") in run.stderr and ".jsonl" in run.stderr and "'.tmp': 1" in run.stderr
     with refuses(r"in holds \['x.tmp'\]; wanted"):
-        data.open_tokens(str(tmp_path / "in"))
+        open_tokens(str(tmp_path / "in"))
     with refuses("nope: no such file or folder"):
         made(tmp_path, tmp_path / "nope")
     import pyarrow as pa
@@ -298,9 +303,9 @@ def test_nothing_is_read_twice_or_left_out_in_silence(tmp_path):
 def test_a_file_of_a_prepared_folder_is_not_the_folder(tmp_path):
     made(tmp_path, write(tmp_path / "in", a__txt="a" * 99, b__txt="b" * 99), val=0.5)
     with refuses("val.bin is a part of .*out, a prepared corpus: give the folder"):
-        data.open_tokens(str(tmp_path / "out" / "val.bin"))
+        open_tokens(str(tmp_path / "out" / "val.bin"))
     np.arange(99, dtype=np.uint16).tofile(write(tmp_path / "raw") / "retrieval_train_000.bin")
-    assert not data.has_val(str(tmp_path / "raw")) and data.open_tokens(str(tmp_path / "raw")).n_tokens == 99
+    assert not has_val(str(tmp_path / "raw")) and open_tokens(str(tmp_path / "raw")).n_tokens == 99
 
 
 def test_what_is_left_of_a_damaged_file_is_kept_on_request(tmp_path, monkeypatch):
@@ -388,8 +393,9 @@ def test_special_tokens_in_the_text_are_text(tmp_path):
 
 
 PROSE = (
-    "Don't you'll SHE'S  two  spaces,\n\n\tindented;\r\n  x=1;\r\ny = [1234567, 'a b'] // note\n// next   \n \n e\u0301a\u0301 "
-    "\u0438 \u0432\u043e\u0442 \u043e\u043d, \u0434\u043e\u043c. 3.14159 \u00a0nbsp\u2003wide\u3000\u4e2d\u6587\uff0c\u6807"
+    "Don't you'll SHE'S  two  spaces,\n\n\tindented;\r\n  x=1;\r\ny = [1234567, 'a b'] // note\n// next   \n \n "
+    "e\u0301a\u0301 \u0438 \u0432\u043e\u0442 \u043e\u043d, \u0434\u043e\u043c. 3.14159 \u00a0nbsp\u2003wide"
+    "\u3000\u4e2d\u6587\uff0c\u6807"
     "\u70b9\u3002\n\u3000\u3000"
     "\u7b2c\u4e8c\u6bb5\u3002\u300c\u5f15\u7528\u300d\uff01\n'tis o'clock's\n'S /path/\n/ \x1c \x85 end\n"
 )
@@ -436,8 +442,10 @@ def test_one_line_of_100_mb_in_bounded_memory(tmp_path):
     words = b"the quick brown fox jumps over the lazy dog " * (100_000_000 // 44)
     write(tmp_path, a__txt=words, b__jsonl=b'{"text": "' + words + b'"}\n')
     code = (
-        f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); from support.prepare import prepare\n"
-        f"prepare({str(tmp_path / 'out')!r}, [{str(tmp_path / 'a.txt')!r}, {str(tmp_path / 'b.jsonl')!r}], tokenizer='pairs_gpt2')\n"
+        "import os, resource, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r}); sys.path.append({sys.path[-1]!r}); os.chdir({str(tmp_path)!r})\n"
+        "from support.prepare import prepare\n"
+        "prepare('out', ['a.txt', 'b.jsonl'], tokenizer='pairs_gpt2')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -487,8 +495,8 @@ def test_the_default_corpus_is_made_once_for_each_state_of_the_library(tmp_path,
     path = str(tmp_path / "corpus" / "stdlib")
     start = time.time()
     prepare.ensure_corpus(path)
-    assert time.time() - start < 20 and data.has_val(path)
-    tokens, made = data.open_tokens(path), os.stat(f"{path}/train.bin").st_mtime_ns
+    assert time.time() - start < 20 and has_val(path)
+    tokens, made = open_tokens(path), os.stat(f"{path}/train.bin").st_mtime_ns
     assert tokens.n_tokens > 1_000_000 and tokens.vocab_size == 257
     capsys.readouterr()
     prepare.ensure_corpus(path)
@@ -499,7 +507,7 @@ def test_the_default_corpus_is_made_once_for_each_state_of_the_library(tmp_path,
         subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]  # two jobs that start together
     assert [(job.communicate(timeout=60)[1], job.returncode)[1] for job in both] == [0, 0]
-    assert data.open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
+    assert open_tokens(copy).fingerprint == tokens.fingerprint and os.listdir(tmp_path / "two") == ["stdlib"]
     name = prepare.stdlib_corpus()
     assert re.fullmatch("corpus/stdlib-[0-9a-f]{8}", name) and prepare.stdlib_corpus() == name
     monkeypatch.setattr(prepare, "_stdlib", lambda: [str(write(tmp_path, a__py="print()") / "a.py")])
@@ -538,7 +546,7 @@ def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
     ]
     got, meta = made(tmp_path, write(tmp_path, a__jsonl=lines(*rows)) / "a.jsonl", vocab_size=500)
     assert got == ids.tolist() and len(meta["splits"]["train"]["shards"]) == 10
-    tokens, mask[:40] = data.open_tokens(str(tmp_path / "out")), 1
+    tokens, mask[:40] = open_tokens(str(tmp_path / "out")), 1
     assert tokens.n_windows(13) == 7
     for w in range(7):
         x, y = tokens.window(w, 13)
@@ -546,7 +554,7 @@ def test_masks_shards_and_windows_across_edges(tmp_path, monkeypatch):
         assert y.tolist() == np.where(mask, ids, -1)[w * 13 + 1 : w * 13 + 14].tolist()
     (tmp_path / "out" / "train-00005.mask").unlink()
     with refuses("train-00005.mask is missing"):
-        data.open_tokens(str(tmp_path / "out"))
+        open_tokens(str(tmp_path / "out"))
     with refuses('a.jsonl:1: "mask" must be'):
         made(tmp_path, write(tmp_path / "m", a__jsonl=lines({"ids": [1, 2], "mask": [1]})), "out2", vocab_size=500)
 
@@ -580,20 +588,22 @@ def test_a_killed_preparation_publishes_nothing(tmp_path):
 # ------------------------------------------------------------------- contract 2, A15-A17, A19, A20, A24, I11: batches
 
 
-def corpus(tmp_path: Path, n_tokens: int = 1001) -> data.Tokens:
-    return data.open_tokens(file_of(tmp_path, np.random.default_rng(0).integers(0, 250, n_tokens)))
+def corpus(tmp_path: Path, n_tokens: int = 1001) -> Tokens:
+    return open_tokens(file_of(tmp_path, np.random.default_rng(0).integers(0, 250, n_tokens)))
 
 
-def stream(
-    tokens, rank=0, world_size=1, start_step=0, steps=6, workers=0, micro_batch=2, global_batch=12, seed=5, T=10
-) -> list:
+def made_run(tokens: Tokens, rank: int = 0, world_size: int = 1, **flags) -> Run:
+    """A run of data-parallel ranks, one of which we are; `tokens` to train on and to validate on."""
+    common = dict(global_batch=12, micro_batch=2, seq_len=10, seed=5, steps=6, workers=0, vocab_size=250, data="corpus")
+    cfg = Config(**common | flags)
+    return Run(cfg, rank, world_size, torch.device("cpu"), tokens=tokens, val_tokens=tokens)
+
+
+def stream(tokens: Tokens, rank: int = 0, world_size: int = 1, start_step: int = 0, **flags) -> list:
     """[(x, y, sample) as lists] of all micro-batches."""
-    layout = dict(seq_len=T, global_batch=global_batch, micro_batch=micro_batch, rank=rank, world_size=world_size)
-    batches = data.Batches(
-        tokens, **layout, seed=seed, start_step=start_step, steps=steps, workers=workers, device="cpu", vocab_size=250
-    )
-    accum = global_batch // world_size // micro_batch
-    got = [tuple(t.tolist() for t in batches.next()) for _ in range((steps - start_step) * accum)]
+    run = made_run(tokens, rank, world_size, **flags)
+    batches = data.Batches(run, start_step)
+    got = [[t.tolist() for t in batches.next()] for _ in range((run.cfg.steps - start_step) * batches.accum)]
     batches.close()
     return got
 
@@ -659,12 +669,116 @@ def test_ranks_read_the_same_number_of_batches_of_19_windows(tmp_path):
         assert sorted(row[2] for g in got for row in g) == list(range(18))
 
 
+def hash32(window: int) -> int:
+    """The upper half of splitmix64's first number for this seed, by its definition."""
+    v = (window + 0x9E3779B97F4A7C15) % 2**64
+    v = (v ^ v >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    v = (v ^ v >> 27) * 0x94D049BB133111EB % 2**64
+    return (v ^ v >> 31) >> 32
+
+
+def read_step(batches: data.Batches) -> int:
+    for _ in range(batches.accum):
+        batches.next()
+    return batches.proof()
+
+
+@pytest.mark.parametrize(
+    "world_size, parts, workers",
+    [(1, {}, 0), (2, {}, 1), (3, {}, 0), (4, {"pp": 2}, 0), (6, {"tp": 3}, 0), (8, {"pp": 2, "tp": 2, "cp": 2}, 0)],
+)
+def test_the_proof_of_a_step_is_the_same_under_every_layout(tmp_path, world_size, parts, workers):
+    tokens = corpus(tmp_path)
+    windows = [np.fromfile(tmp_path / "train.bin", "uint16")[w * 10 :][:10].tolist() for w in range(100)]
+    ranks = []
+    for rank in range(world_size):
+        run = made_run(tokens, rank, world_size, steps=9, workers=workers)
+        vars(run).update(parts)
+        ranks.append(data.Batches(run, 3))
+    for step in range(3, 9):
+        rows_read = [row for _ in range(ranks[0].accum) for batches in ranks for row in batches.next()[0].tolist()]
+        total = float(sum(batches.proof() for batches in ranks))
+        # which windows these are is found out from the tokens
+        copies = world_size // ranks[0].run.dp
+        assert total % 2**32 == sum(hash32(windows.index(row)) for row in rows_read) % 2**32
+        assert {batches.check(step, total) * copies % 2**32 for batches in ranks} == {total % 2**32}
+        assert [batches.proof() for batches in ranks] == [0] * world_size
+    for batches in ranks:
+        batches.close()
+
+
+class Repeats(data.Batches):
+    """Every second micro-batch is the one before it again, as of a loader that hands out a buffer twice."""
+
+    def __getitem__(self, i: int) -> torch.Tensor | str:
+        return super().__getitem__(i - i % 2)
+
+
+def faulty(kind: str, tokens: Tokens, rank: int, step: int, **flags) -> data.Batches:
+    """What rank 1 of 2 reads with; rank 0 is sound."""
+    run = made_run(tokens, rank, 2, **flags)
+    if rank == 1 and kind == "its neighbour's share":
+        run.rank = 0
+    if rank == 1 and kind == "another seed":
+        run.cfg.seed += 1
+    return (Repeats if rank and kind == "a batch twice" else data.Batches)(run, step + (kind == "one step on"))
+
+
+@pytest.mark.parametrize("kind", ["a batch twice", "its neighbour's share", "another seed", "one step on"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_was_not_read_as_it_should_ends_the_run(tmp_path, kind, workers):
+    tokens = corpus(tmp_path)
+    ranks = [faulty(kind, tokens, rank, 2, workers=workers, data=str(tmp_path / "train.bin")) for rank in (0, 1)]
+    sums = [read_step(batches) for batches in ranks]
+    with refuses("step 2: the ranks did not read its windows once each: ") as error:
+        ranks[0].check(2, float(sum(sums)))
+    message = str(error.value)
+    right = sum(hash32(int(w)) for w in data.stream_windows(5, 24, 12, 100)) % 2**32
+    assert f"sum to {sum(sums) % 2**32}, not {right}; " in message and "\n" not in message
+    command = shlex.split(message.partition("python data.py ")[2])  # the command that it names works
+    shown = cli(*command)
+    assert shown.returncode == 0 and "rank 1: samples 30-35, windows " in shown.stdout, shown.stderr
+    for batches in ranks:
+        batches.close()
+
+
+def test_every_window_counts_in_the_proof():
+    """Number 0 too, which the mixer alone maps to 0; and one that stands in for another is seen."""
+    hashes = [data.hash_sum(np.array([w])) for w in range(20_000)]
+    assert hashes == [hash32(w) for w in range(20_000)] and min(hashes) > 0
+    assert len(set(hashes)) >= 19_999  # 32 bits: less than one pair in twenty is expected
+    assert data.hash_sum(np.arange(20_000)) == sum(hashes) % 2**32
+
+
+def prove(rank: int, path: str, kind: str) -> str:
+    """Three steps on real ranks, in each of which the sum travels as the scripts send it."""
+    batches = faulty(kind, open_tokens(path), rank, 0, workers=1)
+    try:
+        for step in range(3):
+            facts = torch.zeros(2, dtype=torch.float64)
+            facts[1] = read_step(batches)
+            dist.all_reduce(facts)
+            batches.check(step, facts[1].item())
+    except UserError as error:
+        return str(error)
+    finally:
+        batches.close()
+    return "all read"
+
+
+def test_all_ranks_stop_in_the_same_step(tmp_path):
+    path = file_of(tmp_path, np.random.default_rng(0).integers(0, 250, 1001))
+    assert run_ranks(2, prove, path, "nothing") == ["all read"] * 2
+    first, second = run_ranks(2, prove, path, "its neighbour's share")
+    assert first == second and first.startswith("step 0: ")
+
+
 def test_validation_scores_each_window_once(tmp_path):
-    tokens = data.open_tokens(file_of(tmp_path, np.arange(10 * 8 + 1 + 3) % 200))
+    tokens = open_tokens(file_of(tmp_path, np.arange(10 * 8 + 1 + 3) % 200))
     for world_size in (1, 2, 3, 4):
         for limit, n in ((0, 10), (7, 7), (99, 10)):
             ranks = [
-                list(data.val_batches(tokens, seq_len=8, micro_batch=2, rank=r, world_size=world_size, limit=limit))
+                list(data.val_batches(made_run(tokens, r, world_size, seq_len=8, eval_windows=limit)))
                 for r in range(world_size)
             ]
             assert len({len(batches) for batches in ranks}) == 1
@@ -676,44 +790,48 @@ def test_validation_scores_each_window_once(tmp_path):
                 )
 
 
-def loss_of_val(rank: int, path: str) -> tuple[float, float]:
-    """A model without weights: the loss of a row is its mean token. Summed over ranks as the scripts do."""
-    total = torch.zeros(2, dtype=torch.float64)
-    world_size = torch.distributed.get_world_size()
-    for _, y, _ in data.val_batches(
-        data.open_tokens(path), seq_len=8, micro_batch=2, rank=rank, world_size=world_size, limit=0
-    ):
-        total += torch.stack([y[y >= 0].double().sum(), (y >= 0).double().sum()])
-        torch.distributed.all_reduce(torch.zeros(1))  # a rank with a batch more or less hangs here
-    torch.distributed.all_reduce(total)
-    return tuple(total.tolist())
+def val_loss(rank: int, path: str, pp: int, tp: int) -> tuple[float, list[int]]:
+    """evaluate() of a model without weights, whose loss of a target is the target; and the targets of each batch."""
+    run = made_run(open_tokens(path), rank, dist.get_world_size(), seq_len=8, eval_windows=0)
+    run.pp, run.tp = pp, tp
+    seen = []
+
+    def strategy(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (2, 8) and not torch.is_grad_enabled()
+        _, stage, seat = run.place()
+        stands = stage == pp - 1 and seat == 0  # the others of this replica have seen the same batch
+        seen.append(int((y >= 0).sum()))
+        dist.all_reduce(torch.zeros(1))  # a rank with a batch more or less hangs here
+        return stands * y[y >= 0].sum().float(), stands * (y >= 0).sum()
+
+    return data.evaluate(run, strategy), seen
 
 
-def test_validation_over_three_processes(tmp_path):
-    path = file_of(tmp_path, np.arange(84) % 200)
-    assert run_ranks(3, loss_of_val, path) == [(sum(range(1, 81)), 80.0)] * 3
+@pytest.mark.parametrize("world_size, pp, tp", [(1, 1, 1), (3, 1, 1), (2, 1, 2), (3, 3, 1), (4, 2, 1)])
+def test_validation_is_the_mean_over_each_window_once_whoever_scores_it(tmp_path, world_size, pp, tp):
+    path = file_of(tmp_path, np.arange(84) % 200)  # 10 windows of 8, whose targets are 1 to 80
+    results = run_ranks(world_size, val_loss, path, pp, tp)
+    assert [loss for loss, _ in results] == [sum(range(1, 81)) / 80] * world_size
+    assert sum(sum(seen) for _, seen in results) == 80 * pp * tp
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_token_beyond_the_model_is_named(tmp_path, workers):
     ids = np.arange(101) % 250
     ids[57] = 250
-    tokens = data.open_tokens(file_of(tmp_path, ids))
+    tokens = open_tokens(file_of(tmp_path, ids))
     with refuses("train.bin: token 57 is id 250, the model's vocabulary is 250") as error:
         stream(tokens, workers=workers, global_batch=10, steps=1)
     assert "\n" not in str(error.value)
     with refuses("token 57 is id 250"):
-        list(data.val_batches(tokens, seq_len=10, micro_batch=2, rank=0, world_size=1, limit=0, vocab_size=250))
+        list(data.val_batches(made_run(tokens, eval_windows=0)))
     ids[57], ids[100] = 0, 300  # a target only, never an input
     with refuses("token 100 is id 300"):
-        stream(data.open_tokens(file_of(tmp_path, ids, "b_train.bin")), workers=workers, global_batch=10, steps=1)
+        stream(open_tokens(file_of(tmp_path, ids, "b_train.bin")), workers=workers, global_batch=10, steps=1)
 
 
 def lose_a_worker(rank: int, path: str) -> str:
-    layout = dict(seq_len=10, global_batch=8, micro_batch=2, rank=rank, world_size=2)
-    batches = data.Batches(
-        data.open_tokens(path), **layout, seed=1, start_step=0, steps=10**6, workers=2, device="cpu", vocab_size=250
-    )
+    batches = data.Batches(made_run(open_tokens(path), rank, 2, global_batch=8, steps=10**6, workers=2), 0)
     batches.next()
     pids = [w.pid for w in batches.iterator._workers]
     for pid in pids:  # what torchrun does on Ctrl-C or a time limit: all of the group get it, the workers go on
@@ -750,9 +868,9 @@ def test_killed_worker_is_named_and_signals_do_not_kill_one(tmp_path):
 def test_a_failing_script_does_not_wait_for_its_workers(tmp_path):
     path = file_of(tmp_path, np.arange(1001) % 250)
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import data\n"
-        f"b = data.Batches(data.open_tokens({path!r}), seq_len=10, global_batch=2, micro_batch=2, rank=0, world_size=1, seed=1,"
-        " start_step=0, steps=99, workers=2, device='cpu', vocab_size=250)\nb.next()\nraise RuntimeError('own')"
+        f"import sys; sys.path[:0] = {str(ROOT)!r}, {str(ROOT / 'tests')!r}; from test_data import *\n"
+        f"batches = data.Batches(made_run(open_tokens({path!r}), steps=99, workers=2), 0)\n"
+        "batches.next()\nraise RuntimeError('own')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
     assert run.returncode == 1 and "RuntimeError: own" in run.stderr
@@ -760,7 +878,7 @@ def test_a_failing_script_does_not_wait_for_its_workers(tmp_path):
 
 def test_reading_holds_no_memory_and_no_descriptors(tmp_path):
     np.zeros(50_000_000, np.uint16).tofile(tmp_path / "train.bin")
-    tokens = data.open_tokens(str(tmp_path))
+    tokens = open_tokens(str(tmp_path))
     n = tokens.n_windows(256)
 
     def anonymous() -> int:
@@ -779,7 +897,7 @@ def test_show_proves_the_ranks_disjoint(tmp_path):
         "show", tmp_path / "out", "--step", 3, "--world", 4, "--global-batch", 8, "--seq-len", 16, "--seed", 9, "--text"
     )
     assert run.returncode == 0, run.stderr
-    n = data.open_tokens(str(tmp_path / "out")).n_windows(16)
+    n = open_tokens(str(tmp_path / "out")).n_windows(16)
     windows = data.stream_windows(9, 24, 8, n)
     for r in range(4):
         assert (

@@ -11,7 +11,7 @@ import pytest
 from harness import ROOT
 
 import deepspeed_json
-from deepspeed_json import RULES, USE, account, read_deepspeed
+from deepspeed_json import RULES, USED, account, read_deepspeed
 from support.flags import Config, UserError
 
 EXAMPLE = ROOT / "examples" / "ds_zero2_offload.json"
@@ -88,7 +88,7 @@ def test_command_line(tmp_path):
 
 
 def test_flags_are_fields_with_the_right_types(read):
-    """Everything the reader can set, at once: names and types of the training scripts' Config (and of train_zero's own three)."""
+    """Everything the reader can set, at once: names and types of the training scripts' Config, and train_zero's own."""
     flags, _ = read(
         {
             "train_batch_size": 8,
@@ -157,7 +157,7 @@ def test_batch_triangle_auto_and_flags(read, refused):
     assert "train_batch_size 64 != micro 4 x accumulation 4 x data-parallel ranks 2 = 32" in refused(
         {BATCH[0]: 64, BATCH[2]: 4}, 2, {"micro_batch": 4}
     )
-    assert "its batch means --global-batch 64, the command line says 32" in refused(
+    assert "train_batch_size means --global-batch 64, the command line says 32" in refused(
         {BATCH[0]: 64}, 2, {"global_batch": 32}
     )
 
@@ -223,8 +223,8 @@ def test_zero_and_offload(read, refused):
     assert "zero_optimization is true; allowed is an object" in refused({"zero_optimization": True})
     assert read(zero(stage=1, offload_optimizer={"device": "none"}))[0]["offload"] == "none"
     assert read(zero(stage=1, offload_optimizer=None))[0]["offload"] == "none"
-    assert read(zero(stage=1, cpu_offload=True))[0]["offload"] == "optimizer"
-    assert "which of them?" in refused(zero(stage=1, cpu_offload=True, offload_optimizer={"device": "none"}))
+    assert 'allowed is false: write "offload_optimizer": {"device": "cpu"}' in refused(zero(stage=1, cpu_offload=True))
+    assert read(zero(stage=1, cpu_offload=False))[0]["offload"] == "none"
     assert 'device is "nvme"; allowed is "none" or "cpu"' in refused(
         zero(stage=3, offload_optimizer={"device": "nvme"})
     )
@@ -240,7 +240,6 @@ def test_zero_and_offload(read, refused):
         "sub_group_size",
         "overlap_comm",
     }
-    assert "reduce_bucket_size is 500.5; allowed is a whole number" in refused(zero(reduce_bucket_size=500.5))
 
 
 def test_optimizer(read, refused):
@@ -264,8 +263,7 @@ def test_optimizer(read, refused):
         read(adam("Adam", torch_adam=True, weight_decay=0.1))[0]["weight_decay"] == 0.1
     )  # adam_w_mode is true unless said
     assert "adam_w_mode is false" in refused(adam("Adam", adam_w_mode=False, weight_decay=0.1))
-    assert read(adam("Adam", adam_w_mode=False))[0]["weight_decay"] == 0  # no decay: the two are the same
-    assert 'optimizer.type is "OneBitAdam"; allowed is "Adam"' in refused(
+    assert 'optimizer.type is "OneBitAdam"; allowed is "AdamW"' in refused(
         {"optimizer": {"params": {"freeze_step": 3}, "type": "OneBitAdam"}}
     )
     assert "optimizer.type is missing" in refused({"optimizer": {"params": {"lr": 1e-3}}})
@@ -288,7 +286,7 @@ def test_scheduler(read, refused):
     assert (flags["warmup_steps"], flags["steps"], flags["lr"], flags["min_lr"]) == (10, 100, 2e-3, pytest.approx(2e-4))
     flags, _ = read(schedule("WarmupLR", **linear, warmup_max_lr=5e-3))
     assert (flags["lr"], flags["min_lr"], flags["warmup_steps"]) == (5e-3, 5e-3, 10) and "steps" not in flags
-    # the constant schedule really comes out of lr_at, and the cosine is the one of WarmupCosineLR, recomputed from its formula
+    # the constant schedule really comes out of lr_at, and the cosine is WarmupCosineLR's, recomputed from its formula
     from math import cos, pi
 
     from optim import lr_at
@@ -300,7 +298,8 @@ def test_scheduler(read, refused):
     for u in (10, 37, 99):  # the update u runs at the rate set after iteration u - 1
         there = 2e-3 * (1e-4 + (1 - 1e-4) * (1 + cos(pi * (u - 10) / 90)) / 2)
         assert lr_at(u, cfg) == pytest.approx(there, rel=1e-12)
-    assert 'warmup_type is "log", as it is there when absent' in refused(schedule("WarmupLR"))
+    assert "warmup_type is missing" in refused(schedule("WarmupLR"))  # absent, it is "log" there
+    assert 'warmup_type is "log"; allowed is "linear"' in refused(schedule("WarmupLR", warmup_type="log"))
     assert '"WarmupDecayLR"; allowed is "WarmupCosineLR" or "WarmupLR"' in refused(
         schedule("WarmupDecayLR", total_num_steps=9)
     )
@@ -308,6 +307,7 @@ def test_scheduler(read, refused):
     assert read(schedule("WarmupLR", optimizer=False, **linear), given={"lr": 1e-4})[0]["min_lr"] == 1e-4
     assert "warmup_min_lr is 1e-08; allowed is 0" in refused(schedule("WarmupLR", **linear, warmup_min_lr=1e-8))
     assert "total_num_steps is no parameter of WarmupLR" in refused(schedule("WarmupLR", **linear, total_num_steps=9))
+    assert "warmup_max_lr is no parameter" in refused(schedule("WarmupCosineLR", **linear, warmup_max_lr=1))
 
 
 # --- each key accounted for -------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_misspelt_keys(refused):
     ):
         message = refused(config)
         assert "unknown key" in message
-        assert f"did you mean {near}?" in message if near else "allowed there are lr, eps, betas" in message, message
+        assert f"did you mean {near}?" in message if near else "allowed there are lr, betas, eps" in message, message
 
 
 def test_refused_and_off(read, refused):
@@ -353,20 +353,11 @@ def test_refused_and_off(read, refused):
 
 def test_every_key_in_use_makes_a_difference(read):
     """Two values of each key that the table calls used: other flags, or one of them refused."""
-    two = {
-        "count": (2, 4),
-        "number": (0.0, 0.5),
-        "positive": (0.25, 0.5),
-        "power": (3, 4),
-        "betas": ([0.1, 0.2], [0.3, 0.4]),
-        "switch": (True, False),
-        "text": ("linear", "log"),
-    }
-    used = [key for key, (_, rule) in RULES.items() if rule is USE]
-    assert len(used) == 22
-    for key in used:
+    two = {"count": (2, 4), "number": (0.0, 0.5), "positive": (0.25, 0.5), "power": (3, 4)}
+    two |= {"betas": ([0.1, 0.2], [0.3, 0.4])}
+    for key, (kind, _, _) in USED.items():
         outcomes = []
-        for value in two[RULES[key][0]]:
+        for value in two.get(kind) or [json.loads(kind.split(" or ")[0]), "something else"]:
             config = {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}
             if key == BATCH[2]:
                 config[BATCH[1]] = 1
@@ -389,51 +380,43 @@ def test_every_key_in_use_makes_a_difference(read):
 
 def test_no_other_key_falls_silent():
     """Set to something of its kind, a key in no use leaves a line that names it, or is refused by name."""
-    sample = {
-        "size": 5e8,
-        "number": 0.5,
-        "positive": 0.5,
-        "any": 1,
-        "off": {},
-        "section": {},
-        "switch": True,
-        "text": "x",
-    }
-    for key, (kind, rule) in RULES.items():
-        if rule is USE or kind == "section" and rule is None:
+    for key, (why, kind) in RULES.items():
+        if key in USED or kind == "section":
             continue
-        *parents, leaf = key.split(".")
-        config = {leaf: sample.get(kind, 7)}
-        for parent in reversed(parents):
-            config = {parent: config}
-        try:
-            used, notes = account("ds.json", config)
-        except UserError as error:
-            assert key in str(error)
-        else:
-            assert any(note.startswith(key) for note in notes) or sample[kind] in rule[1:], key
+        allowed = [{}] if kind == "off" else [7] if kind == "ignored" else map(json.loads, kind.split(" or "))
+        for value in [*allowed, "something else"]:
+            *parents, leaf = key.split(".")
+            config = {leaf: value}
+            for parent in reversed(parents):
+                config = {parent: config}
+            if value == "something else" and kind != "ignored":
+                with pytest.raises(UserError, match=re.escape(f"{key} is ") + ".*allowed is .*" + re.escape(why)):
+                    account("ds.json", config)
+            else:
+                used, notes = account("ds.json", config)
+                assert not used and any(note.startswith(key) for note in notes) == (kind in ("ignored", "off")), key
 
 
 def test_syntax_and_shape(refused, tmp_path):
-    assert "empty" in refused("") and "empty" in refused(" \n")
-    assert "found [1]; a JSON object" in refused([1])
+    assert "Expecting value: line 1" in refused("") and "allowed is a JSON object" in refused(" \n")
+    assert "found [1]; allowed is a JSON object" in refused([1])
     assert "found 3" in refused("3")
     comma = refused('{\n  "fp16": {"enabled": true,}\n}')
-    assert "line 2, column" in comma and "a comma with nothing behind it" in comma
-    assert "line 2, column 3" in refused('{\n  // batch\n  "train_batch_size": 8\n}')
-    assert "a comment" in refused('{\n  # batch\n  "train_batch_size": 8\n}')
+    assert "line 2 column" in comma and "without comments or a comma at the end" in comma
+    assert "line 2 column 3" in refused('{\n  // batch\n  "train_batch_size": 8\n}')
+    assert "line 2 column 3" in refused('{\n  # batch\n  "train_batch_size": 8\n}')
     assert "line 1" in refused('{"train_batch_size": 1_000}')
     assert "train_batch_size is there twice" in refused('{"train_batch_size": 8, "train_batch_size": 16}')
-    assert "zero_optimization.stage is there twice" in refused('{"zero_optimization": {"stage": 1, "stage": 2}}')
-    assert "NaN" in refused('{"gradient_clipping": NaN}')
+    assert "stage is there twice" in refused('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    assert "gradient_clipping is NaN" in refused('{"gradient_clipping": NaN}')
     assert "gradient_clipping is Infinity" in refused('{"gradient_clipping": 1e999}')
-    assert "not a JSON text" in refused("[" * 200000)
+    assert "recursion" in refused("[" * 200000)
     with pytest.raises(UserError, match="No such file"):
         read_deepspeed(str(tmp_path / "missing.json"), 1)
-    with pytest.raises(UserError, match="directory"):
+    with pytest.raises(UserError, match="Is a directory"):
         read_deepspeed(str(tmp_path), 1)
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(UserError, match="latin.json: not a JSON text"):
+    with pytest.raises(UserError, match="latin.json: 'utf-8' codec"):
         read_deepspeed(str(tmp_path / "latin.json"), 1)
     (tmp_path / "bom.json").write_bytes(b"\xef\xbb\xbf" + EXAMPLE.read_bytes())
     assert read_deepspeed(str(tmp_path / "bom.json"), 2)[0]["micro_batch"] == 8
@@ -464,7 +447,7 @@ def test_hugging_face_file(read):
         "offload": "optimizer",
         **{"loss_scale": 0.0, "scale_power": 16, "scale_window": 1000, "scale_hysteresis": 2, "scale_min": 1.0},
     }
-    assert sum(note.endswith("is auto: our default") for note in notes) == 11
+    assert sum(note.endswith("is auto: our default") for note in notes) == 10
     assert not any("gradient_clipping is not in the file" in note for note in notes)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, final_weights, run_ranks, toy_files, train
+from harness import ROOT, final_weights, logits_of, run_ranks, toy_files, train
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import export
 from checkpoint import Piece, flat_piece, slice_piece, whole_piece
 from export import find_checkpoint, hf_name, load_hf, to_hf
-from model import load_config, param_shapes
+from model import load_config, params
 from sample import load_model
 from support.flags import UserError
 
@@ -24,7 +24,7 @@ KINDS = {"untied": {}, "tied": {"tie": True}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run folders untied/ and tied/ of two ranks, and their exports untied-hf/ and tied-hf/. lr: so that the norms are not all ones."""
+    """Run folders untied/ and tied/ of two ranks, their exports with -hf behind. lr: norms are not all ones then."""
     folder = tmp_path_factory.mktemp("runs")
     toy_files(folder, rope_theta=500000.0, norm_eps=1e-6)  # not transformers' defaults
     flags = {name: kind | dict(dtype="float32", steps=3, lr=3e-2, warmup_steps=0) for name, kind in KINDS.items()}
@@ -54,7 +54,7 @@ def test_equal_logits_in_transformers(runs, kind):
     theirs = LlamaForCausalLM.from_pretrained(runs / f"{kind}-hf", dtype=torch.float32)
     x = torch.randint(61, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(x).logits, ours(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(theirs(x).logits, logits_of(ours, x), rtol=0, atol=1e-5)
     assert theirs.config.eos_token_id is None  # not Llama's 2, an ordinary token here
     assert load_config(str(runs / f"{kind}-hf/config.json")) == ours.cfg
 
@@ -241,7 +241,7 @@ def test_command_line(runs, tmp_path):
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
     tensors, weights = load_file(tmp_path / "hf/model.safetensors"), masters(runs / "tied")
-    assert tensors.keys() == {hf_name(name) for name in param_shapes(load_config(str(tmp_path / "hf/config.json")))}
+    assert tensors.keys() == {hf_name(name) for name in params(load_config(str(tmp_path / "hf/config.json")))}
     assert all(torch.equal(tensors[hf_name(name)], tensor.bfloat16()) for name, tensor in weights.items())
     assert LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
     done = subprocess.run([*call, str(runs), str(tmp_path / "other")], capture_output=True, text=True, timeout=120)

@@ -43,7 +43,7 @@ def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(x: torch.Tensor, expected: torch.Tensor, what: tuple, seen: list) -> None:
-    """Equal to torch's result, integers in every bit; the bits go into seen, which must turn out the same on all ranks."""
+    """Equal to torch's result, integers in every bit; the bits go into seen, to be the same on all ranks."""
     if x.dtype in FLOATS:
         eps = torch.finfo(x.dtype).eps
         torch.testing.assert_close(x, expected, rtol=8 * eps, atol=32 * eps, msg=lambda m: f"{what}: {m}")
@@ -192,7 +192,7 @@ def test_narrow_dtypes_on_8_ranks() -> None:
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("N", [1, 2, 3, 4, 7, 8])
 def test_plans(N: int, both: bool) -> None:
-    """Played on sets: who has been added to which chunk. Every contribution counts once, every send meets its receive."""
+    """Played on sets: who was added to which chunk. Each contribution counts once, each send meets its receive."""
     scatter = [ring_plan(r, N, both) for r in range(N)]
     gather = [ring_plan(r, N, both, gather=True) for r in range(N)]
     held = [[[r] for _ in range(N)] for r in range(N)]  # held[rank][chunk] -> ranks summed in it

@@ -1,11 +1,11 @@
-"""Generation: the cache changes nothing, the seed decides everything, and the command line works on what training leaves."""
+"""Generation: the cache changes nothing, the seed decides everything, and sample.py reads what training leaves."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from harness import ROOT, run_ranks, toy_files, train
+from harness import ROOT, logits_of, run_ranks, toy_files, train
 
 from checkpoint import steps
 from export import find_checkpoint, to_hf
@@ -39,7 +39,7 @@ def model(runs):
 def test_cache_changes_no_logit(model):
     ids = torch.randint(300, (32,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
-        whole = model(torch.tensor([ids]))[0]  # (32, 300)
+        whole = logits_of(model, torch.tensor([ids]))[0]  # (32, 300)
     cache, past = new_cache(model), 0
     for T in (5, 1, 3, *[1] * 23):  # a prompt, then pieces of any length, to the end of the context
         logits = forward_cached(model, ids[past : past + T], cache, past)
@@ -54,7 +54,9 @@ def test_greedy_text_is_the_uncached_models(model):
     with torch.no_grad():
         for _ in range(60):
             context = ids[-16:] if len(context) > 32 else context
-            context, ids = (seq + [int(model(torch.tensor([context]))[0, -1].argmax())] for seq in (context, ids))
+            context, ids = (
+                seq + [int(logits_of(model, torch.tensor([context]))[0, -1].argmax())] for seq in (context, ids)
+            )
     assert list(generate(model, [1, 2, 3], Config(tokens=60, temperature=0), ALL, None)) == ids[3:]
     long = list(range(100))  # a prompt longer than the context counts with its end
     assert [*generate(model, long, Config(tokens=9), ALL, None)] == [

@@ -1,0 +1,188 @@
+"""Token files and their readers: prepared folders (prepare.py), nanoGPT's train.bin and llm.c's .bin as they stand."""
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from support.flags import UserError
+
+FORMAT = 1  # of a prepared folder
+LLMC = {20240520: (1, "uint16", "gpt2", 50257), 20240801: (7, "uint32", "llama-3", 128256)}  # magic -> version, kind
+
+
+class Shard(NamedTuple):
+    path: str
+    offset: int  # bytes of header
+    n_tokens: int
+    mask: str | None  # uint8 file, one byte per token, 1 = train on it
+
+
+@functools.lru_cache(maxsize=256)  # a mapping holds a descriptor, a big corpus has more shards than `ulimit -n` allows
+def mapped(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+class Tokens:
+    """A token corpus: windows of T tokens by index, memory-mapped, across shard edges. Pickles as paths only.
+
+    n_tokens, vocab_size and tokenizer (GPT-2's for headerless files, which do not say), dtype ("uint16" or "uint32"),
+    fingerprint (16 hex digits that change with the sizes and with 64 KiB of each file).
+    """
+
+    def __init__(self, shards: list[Shard], dtype: str, tokenizer: str, vocab_size: int):
+        self.shards, self.dtype, self.tokenizer, self.vocab_size = shards, dtype, tokenizer, vocab_size
+        self.starts = np.cumsum([0] + [s.n_tokens for s in shards])
+        self.n_tokens = int(self.starts[-1])
+        digest = hashlib.sha256(f"{dtype} {tokenizer}".encode())
+        for path in [p for s in shards for p in (s.path, s.mask) if p]:
+            size = os.path.getsize(path)
+            digest.update(f" {size}".encode())
+            with open(path, "rb") as f:  # 64 KiB a file: hashing all of 100 GB would take minutes at each start
+                for place in range(16):
+                    f.seek(max(0, size - 4096) * place // 15)
+                    digest.update(f.read(4096))
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def n_windows(self, T: int) -> int:
+        """Windows of T tokens and their T next tokens: (n_tokens - 1) // T. UserError if there is none."""
+        if T < 1:
+            raise UserError(f"--seq-len {T}: allowed is 1 or more")
+        if self.n_tokens < T + 1:
+            files = ", ".join(f"{s.path} ({os.path.getsize(s.path)} bytes)" for s in self.shards[:3])
+            raise UserError(f"{files}: {self.n_tokens} tokens of {self.dtype}; one window of seq_len {T} needs {T + 1}")
+        return (self.n_tokens - 1) // T
+
+    def locate(self, position: int) -> tuple[Shard, int]:
+        """Token position in the corpus -> (shard, token position in it)."""
+        i = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self.shards[i], position - int(self.starts[i])
+
+    def window(self, w: int, T: int, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """x, y: int64 (T,): tokens [w*T, w*T+T) and the token after each, -1 where masked.
+
+        UserError names an id that a model with this vocabulary lacks.
+        """
+        ids, mask, filled = np.empty(T + 1, np.int64), np.ones(T + 1, bool), 0
+        while filled <= T:  # more than once where the window lies across the edge of a shard
+            shard, a = self.locate(w * T + filled)
+            b = min(a + T + 1 - filled, shard.n_tokens)
+            here = slice(filled, filled + b - a)
+            ids[here] = mapped(shard.path, self.dtype, shard.offset, shard.n_tokens)[a:b]
+            if shard.mask:
+                mask[here] = mapped(shard.mask, "u1", 0, shard.n_tokens)[a:b]
+            filled = here.stop
+        if vocab_size is not None and ids.max() >= vocab_size:
+            i = int(np.argmax(ids >= vocab_size))
+            shard, position = self.locate(w * T + i)
+            raise UserError(f"{shard.path}: token {position} is id {ids[i]}, the model's vocabulary is {vocab_size}")
+        return ids[:-1], np.where(mask[1:], ids[1:], -1)
+
+    def batch(self, windows: np.ndarray, T: int, vocab_size: int | None) -> list[torch.Tensor]:
+        """[x, y], int64 (B, T), of some windows."""
+        rows = [self.window(int(w), T, vocab_size) for w in windows]
+        return [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
+
+
+def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str, int]]:
+    """An llm.c file by its header, or a headerless one of `dtype`: the shard and its (dtype, tokenizer, vocab_size)."""
+    size, header = path.stat().st_size, np.fromfile(path, "<i4", 256)
+    if len(header) and header[0] in LLMC:
+        version, *kind = LLMC[header[0]]
+        if len(header) < 256 or header[1] != version:
+            found = f"version {header[1]}" if len(header) == 256 else f"a header of {size} bytes, not 1024"
+            raise UserError(f"{path}: llm.c file with {found}; of this kind version {version} is read")
+        held = (size - 1024) / np.dtype(kind[0]).itemsize
+        if held != header[2]:
+            raise UserError(f"{path}: header says {header[2]} tokens, file holds {held:g} ({size} bytes, {kind[0]})")
+        return Shard(str(path), 1024, int(held), None), tuple(kind)
+    n, rest = divmod(size, np.dtype(dtype).itemsize)
+    if rest:
+        raise UserError(f"{path}: {size} bytes is not a whole number of {dtype} tokens: cut short, or no token file")
+    # a uint32 file read as uint16 has the high halves, all tiny, at every second place; 4096 tokens show it
+    low, high = np.fromfile(path, dtype, 4096)[: n // 2 * 2].reshape(-1, 2).T
+    if dtype == "uint16" and len(high) >= 8 and high.max() < 16 <= low.max():
+        found = "read as uint16 every second token is under 16"
+        raise UserError(f"{path}: {found}: this looks like uint32, which needs meta.json")
+    return Shard(str(path), 0, n, None), (dtype, "gpt2", 50257)
+
+
+def split_files(path: Path, split: str) -> list[Path]:
+    """The .bin files of a split: of a folder those with its name in theirs; for one train file its val file beside."""
+    if path.is_file() and path.suffix != ".bin":
+        raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
+    if path.is_dir():
+        word = re.compile(rf"(?<![a-z]){split}(?![a-z])")  # not the val of retrieval.bin
+        return sorted(p for p in path.glob("*.bin") if word.search(p.name))
+    other = path.with_name(path.name.replace("train", split))
+    return [other] if other.exists() and (split == "train" or other != path) else []
+
+
+def read_meta(path: str) -> tuple[Path, dict | None]:
+    """The folder that `path` is, or is a file of, and its meta.json: None if it has none."""
+    folder = Path(path).parent if os.path.isfile(path) else Path(path)
+    if not (folder / "meta.json").exists():
+        return folder, None
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
+        _ = [meta[name] for name in ("dtype", "tokenizer", "vocab_size", "splits", "key")]
+    except (ValueError, KeyError, TypeError) as error:
+        advice = "remove that folder and prepare it again"
+        raise UserError(f"{folder}/meta.json is not usable ({error!r}): {advice}") from None
+    return folder, meta
+
+
+class _NoCode(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        raise pickle.UnpicklingError(f"it asks to run {module}.{name}, only plain dicts are read")
+
+
+def open_tokens(path: str, split: str = "train") -> Tokens:
+    """Open a prepared folder, a nanoGPT folder, an llm.c file or folder, or one .bin file; UserError if it is none."""
+    folder, meta = read_meta(path)
+    if meta and os.path.isfile(path):
+        raise UserError(f"{path} is a part of {folder}, a prepared corpus: give the folder")
+    if meta:
+        shards, kind = [], (meta["dtype"], meta["tokenizer"], meta["vocab_size"])
+        for s in meta["splits"][split]["shards"]:
+            file, mask = (s[k] and str(folder / s[k]) for k in ("file", "mask"))
+            for name, dtype in ((file, meta["dtype"]), (mask, "uint8")):
+                size = os.path.getsize(name) if name and os.path.exists(name) else None
+                if name and size != s["tokens"] * np.dtype(dtype).itemsize:
+                    found = "is missing" if size is None else f"holds {size} bytes"
+                    raise UserError(f"{name} {found}: meta.json says {s['tokens']} tokens of {dtype}")
+            shards.append(Shard(file, 0, s["tokens"], mask))
+    else:
+        files = split_files(Path(path), split)
+        if not files:
+            there = f"holds {sorted(os.listdir(path))[:5]}" if os.path.isdir(path) else "is no file or folder"
+            raise UserError(f"{path} {there}; wanted meta.json or *{split}*.bin (see python data.py prepare --help)")
+        shards, kinds = zip(*map(raw_shard, files))
+        if len(set(kinds)) > 1:
+            raise UserError(f"{path}: files of different kinds for one split: {sorted(set(kinds))}")
+        kind, extra = kinds[0], files[0].with_name("meta.pkl")
+        if extra.exists():  # nanoGPT's character-level corpora
+            try:
+                with open(extra, "rb") as f:
+                    kind = kind[0], "characters", int(_NoCode(f).load()["vocab_size"])
+            except Exception as error:  # a damaged pickle may raise anything
+                raise UserError(f"{extra} is refused: {error!r}") from None
+    shards = [s for s in shards if s.n_tokens]
+    if not shards:
+        raise UserError(f"{path}: 0 tokens in its {split} files")
+    return Tokens(shards, *kind)
+
+
+def has_val(path: str) -> bool:
+    """Whether open_tokens(path, "val") has something to open."""
+    _, meta = read_meta(path)
+    return bool(meta["splits"]["val"]["shards"] if meta else split_files(Path(path), "val"))
