@@ -18,6 +18,7 @@ import torch.distributed as dist
 from harness import ROOT, TOY, final_weights, run_ranks, toy_files, train
 from torch.distributed.run import get_args_parser
 
+import checkpoint
 import train_ddp
 import train_pipe
 import train_tp
@@ -527,6 +528,104 @@ def test_ctrl_c_that_ends_tee_too_saves_all_the_same(toy, tmp_path):
     assert job.wait(timeout=30) == 128 + signal.SIGINT
     (saved,) = (tmp_path / "run/ckpt").glob("step_*")
     assert int(saved.name[5:]) == len((tmp_path / "run/log.jsonl").read_text().splitlines())
+
+
+SLOW_SAVE = """
+import os
+import time
+import checkpoint
+import optim
+import train_ddp
+from support.start import run_script
+
+write = checkpoint._write_boxes
+
+def slowly(path, pieces):
+    if os.environ["SLOW"] in str(path):
+        print("saving", flush=True)
+        time.sleep(float(os.environ["SECONDS"]))
+    return write(path, pieces)
+
+forward, calls = train_ddp.GPT.forward, 0
+
+def diverging(self, *args):
+    global calls
+    calls += 1
+    return forward(self, *args) * (float("nan") if calls > int(os.environ["FINITE"]) else 1)
+
+checkpoint._write_boxes = slowly
+train_ddp.GPT.forward = diverging
+optim.LossScaler.patience = 2
+run_script(train_ddp.main, train_ddp.predict, train_ddp.Config, "")
+"""
+
+
+def begin_slow(toy, folder, ranks: int, step: int, seconds: float, finite: int = 1 << 30) -> subprocess.Popen:
+    """A run whose save of `step` takes some seconds, and whose loss is finite for so many steps."""
+    (folder / "slow.py").write_text(SLOW_SAVE)
+    flags = dict(save_every=3, steps=100_000, micro_batch=12 // max(1, ranks))  # a pass a step
+    env = {"SLOW": f"step_{step:08d}", "SECONDS": str(seconds), "FINITE": str(finite)}
+    return begin(ranks, folder / "slow.py", *words(toy, folder / "run", **flags), env=env)
+
+
+@pytest.mark.parametrize("ranks, number", [(0, signal.SIGINT), (0, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_second_signal_ends_at_once(ranks, number, toy, tmp_path):
+    """The run stands in the last save, which takes a minute: a temporary folder stays, the checkpoint before is intact."""
+    job = begin_slow(toy, tmp_path, ranks, step=6, seconds=60)
+    for line in job.stdout:
+        if line == "saving\n":
+            break
+    job.send_signal(number)
+    for line in job.stdout:  # by a thread of its own: the loop waits for the save
+        if "a second signal ends it at once" in line:
+            break
+    time.sleep(1)
+    assert job.poll() is None
+    began = time.time()
+    job.send_signal(number)
+    code, _, err = end(job)
+    assert time.time() - began < 10 and code == (1 if ranks else 128 + number), err
+    assert sorted(path.name for path in (tmp_path / "run/ckpt").iterdir()) == [".tmp-step_00000006", "step_00000003"]
+    assert checkpoint.verify(tmp_path / "run/ckpt/step_00000003") == []
+    rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(len(rows))) and len(rows) >= 6
+    code, out, err = end(begin(0, ROOT / "train_ddp.py", *words(toy, tmp_path / "run", steps=6, save_every=3)))
+    assert code == 0 and "at step 3" in out, err
+    assert not list((tmp_path / "run/ckpt").glob(".tmp*"))
+
+
+def test_one_signal_delivered_twice_is_one(toy, tmp_path):
+    """As timeout(1) does: to the process, and to the group it is in."""
+    job = begin(0, ROOT / "train_ddp.py", *words(toy, tmp_path / "run", steps=100_000))
+    while not (tmp_path / "run/log.jsonl").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    code, out, err = end(job)
+    assert code == 128 + signal.SIGTERM and "stopped by a signal after step" in out, err
+    assert list((tmp_path / "run/ckpt").glob("step_*"))
+
+
+def strict(text: str) -> dict:
+    """JSON has no NaN and no Infinity, though Python reads them."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_an_error_of_all_ranks_lets_a_save_finish(ranks, toy, tmp_path):
+    """The loss stops being finite while step 3 is being saved; all ranks raise the same, and the checkpoint is there."""
+    code, _, err = end(begin_slow(toy, tmp_path, ranks, step=3, seconds=4, finite=3))
+    assert code == (1 if ranks else 2) and "the gradient was not finite in 2 steps in a row" in err, err
+    assert [path.name for path in (tmp_path / "run/ckpt").iterdir()] == ["step_00000003"]
+    assert checkpoint.verify(tmp_path / "run/ckpt/step_00000003") == []
+    rows = [strict(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert [(row["loss"] is None, row["grad_norm"] is None) for row in rows] == [(False, False)] * 3 + [(True, True)]
 
 
 def notes(rank):
