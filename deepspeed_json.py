@@ -172,17 +172,16 @@ def account(path: str, tree: dict, section: str = "") -> tuple[dict[str, object]
         if kind == "ignored":
             notes.append(f"{key} ignored: {why}")
         elif value == AUTO and kind not in ("section", "off"):
-            used[key] = AUTO
             notes.append(f"{key} is auto: our default")
         elif value is not None and not test(value):
             raise UserError(f"{path}: {key} is {json.dumps(value):.60}; allowed is {allowed}{why and ': ' + why}")
+        elif kind == "off":
+            notes.append(f"{key} is off, as here")
         elif kind == "section":
             inner = account(path, value or {}, f"{key}.")
             used, notes = used | inner[0], notes + inner[1]
-        elif kind == "off":
-            notes.append(f"{key} is off, as here")
-        elif key in USED and value is not None:
-            used[key] = float(value) if kind in ("number", "positive") else value
+        if key in USED and value is not None:
+            used[key] = float(value) if kind in ("number", "positive") and value != AUTO else value
     return used, notes
 
 
@@ -248,6 +247,7 @@ def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[d
         if lr is None:
             raise UserError(f"{path}: scheduler.type ends at a fraction of the peak, which is missing; give --lr")
         said["min_lr"] = (lr * ratio, "scheduler.type")
+        notes.append("scheduler: the same curve, but for a warm-up that is two steps ahead")
     for flag, (value, key) in said.items():
         if key and given.get(flag, value) != value:
             ours = f"--{flag.replace('_', '-')} {value}"

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Does it run here? The machine first, then every strategy: 2 processes, a few steps, save, resume, a few steps more.
+# Does it run here? The machine first, then every strategy: a few steps, save, resume, a few steps more.
 #
 #     ./smoke.sh                          # all train_*.py that are here; about a minute each on two CPU cores
 #     ./smoke.sh my_script.py --flag      # one script of your own that takes the same flags
 #     PYTHON=.venv/bin/python ./smoke.sh
 #
-# Two GPUs are used if there are two, else two CPU processes over gloo. No network and no corpus are needed. One line per
-# check, ok or FAILED with the reason; exit code 1 if any failed. Logs stay in runs/smoke-DATE/.
+# Two GPUs are used if there are two, else two CPU processes over gloo; train_3d.py needs four of either. No network and
+# no corpus are needed. One line per check, ok or FAILED with the reason; exit code 1 if any failed. Logs stay in
+# runs/smoke-DATE/.
 set -u
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON == */* ]] && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
@@ -23,9 +24,13 @@ first=6 total=10 failed=0 firsts=()
 ok() { printf 'ok      %s\n' "$*"; }
 bad() { printf 'FAILED  %s\n' "$*"; failed=1; }
 # the first error in a log, without torchrun's own summary of it
-reason() { grep -aE '(^|[] :])([Ee]rror|[A-Za-z.]+(Error|Exception)): ' "$1" | grep -avE 'ChildFailedError|elastic' | head -1 | cut -c1-200; }
-# --standalone: a free port, so that two runs at once do not meet; -k: torchrun itself ends ranks that ignore the first signal, after 30 s
-two() { timeout -k 45 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$@"; }
+reason() {
+    grep -aE '(^|[] :])([Ee]rror|[A-Za-z.]+(Error|Exception)): ' "$1" | grep -avE 'ChildFailedError|elastic' |
+        head -1 | cut -c1-200
+}
+# launch RANKS SCRIPT FLAGS...; --standalone: a free port, so that two runs at once do not meet; -k: torchrun itself
+# ends ranks that ignore the first signal, after 30 s
+launch() { timeout -k 45 300 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$1" "${@:2}"; }
 
 # --- the machine ---
 facts=$(timeout 120 "$PYTHON" - 2>&1 <<'END'
@@ -33,13 +38,13 @@ import sys, torch, numpy, tiktoken
 gpus = torch.cuda.device_count()
 names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(gpus)}))
 print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {gpus} GPUs {names}")
-print("cuda" if gpus >= 2 else "cpu")
+print("cuda" if gpus >= 2 else "cpu", gpus)
 END
 ) || { bad "python and torch: $(tail -1 <<<"$facts")"; exit 1; }
-device=$(tail -1 <<<"$facts")
+read -r device gpus <<<"$(tail -1 <<<"$facts")"
 ok "$(head -n -1 <<<"$facts" | tail -1), tested on $device"
 
-if two --no-python "$PYTHON" -c "
+if launch 2 --no-python "$PYTHON" -c "
 import os, sys, torch, torch.distributed as dist
 device = torch.device('$device', int(os.environ['LOCAL_RANK'])) if '$device' == 'cuda' else torch.device('cpu')
 dist.init_process_group('nccl' if '$device' == 'cuda' else 'gloo')
@@ -54,13 +59,13 @@ else
 fi
 
 # --- the strategies ---
-check() { # check NAME SCRIPT FLAGS...: one line
-    local name=$1 out=$folder/${1//[^A-Za-z0-9]/-} steps code verdict
-    shift
-    local flags=(--out "$out" --device "$device" --model tiny --seq-len 64 --global-batch 8 --lr 2e-3 --warmup-steps 2 --dtype float32
-        --no-compile --eval-every 0 --save-every 1000 --workers 0)
+check() { # check RANKS NAME SCRIPT FLAGS...: one line
+    local ranks=$1 name=$2 out=$folder/${2//[^A-Za-z0-9]/-} steps code verdict
+    shift 2
+    local flags=(--out "$out" --device "$device" --model tiny --seq-len 64 --global-batch 8 --lr 2e-3 --warmup-steps 2
+        --dtype float32 --no-compile --eval-every 0 --save-every 1000 --workers 0)
     for steps in $first $total; do # the second run finds the first one's checkpoint and goes on from it
-        two "$@" "${flags[@]}" --steps "$steps" >>"$out.txt" 2>&1
+        launch "$ranks" "$@" "${flags[@]}" --steps "$steps" >>"$out.txt" 2>&1
         code=$?
         if [ $code -ne 0 ]; then
             [ $code -ge 124 ] && code="$code (124, 137: it took more than 300 s)"
@@ -90,14 +95,19 @@ END
 
 if [ $# -gt 0 ]; then
     shift
-    check "$(basename "$own")" "$own" "$@"
+    check 2 "$(basename "$own")" "$own" "$@"
 else
     for script in train_*.py; do
-        if [ "$script" = train_zero.py ]; then
-            for stage in 1 2 3; do check "$script --stage $stage" "$script" --stage $stage; done
-        else
-            check "$script" "$script"
-        fi
+        case $script in
+        train_zero.py) for stage in 1 2 3; do check 2 "$script --stage $stage" "$script" --stage $stage; done ;;
+        train_3d.py)
+            if [ "$device" = cpu ] || [ "$gpus" -ge 4 ]; then
+                check 4 "$script" "$script" --tp 2 --pp 2
+            else
+                printf 'left out %s: it needs four GPUs, there are %s\n' "$script" "$gpus"
+            fi ;;
+        *) check 2 "$script" "$script" ;;
+        esac
     done
 fi
 if [ ${#firsts[@]} -gt 1 ]; then

@@ -58,7 +58,7 @@ def plan(flags: list[str]) -> None:
     if unknown := [name for name in wanted if name not in SCRIPTS]:
         raise UserError(f"STRATEGIES has {unknown[0]}; allowed are {' '.join(SCRIPTS)}")
     if bad := [n for n in gpus.split() if not re.fullmatch("[1-9][0-9]*", n) or cards and int(n) > cards]:
-        raise UserError(f"GPUS has {bad[0]}; allowed are whole numbers, here up to {cards or 'any'}")
+        raise UserError(f"GPUS has {bad[0]}; allowed are whole numbers" + f" up to {cards}" * (cards > 0))
     if bad := [word for word in micro.split() if not re.fullmatch(f"(({'|'.join(SCRIPTS)})=)?[1-9][0-9]*", word)]:
         raise UserError(f"MICRO has {bad[0]}; allowed are 4 or STRATEGY=4")
     micro = {name: n for name, _, n in (word.rpartition("=") for word in micro.split())}
@@ -95,11 +95,9 @@ def why_failed(log: str, code: str, limit: str) -> None:
     """One line about a run that ended with this code; if memory ran out, from what --explain printed (LOG.explain)."""
     import torch
 
-    text = Path(log).read_text(errors="replace")
-    explained = Path(log + ".explain")
-    error = re.search(
-        r"^(rank \d+: )?(error: |[\w.]*(Error|Exception|Interrupt)\b).*", text, re.M
-    )  # the first: the cause
+    text, explained = Path(log).read_text(errors="replace"), Path(log + ".explain")
+    # the first error is the cause
+    error = re.search(r"^(rank \d+: )?(error: |[\w.]*(Error|Exception|Interrupt)\b).*", text, re.M)
     if explained.exists():
         gb = re.search(r"^memory of one rank, GB: ([\d.]+)", explained.read_text(errors="replace"), re.M)
         card = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 0

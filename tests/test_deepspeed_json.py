@@ -451,6 +451,11 @@ def test_hugging_face_file(read):
     assert not any("gradient_clipping is not in the file" in note for note in notes)
 
 
+def test_auto_for_a_key_that_is_not_used(read):
+    flags, notes = read({"fp16": {"enabled": False, "consecutive_hysteresis": "auto", "hysteresis": "auto"}})
+    assert flags["dtype"] == "float32" and "fp16.consecutive_hysteresis is auto: our default" in notes
+
+
 def test_module_docstring_names_a_file_that_exists():
     for path in re.findall(r"examples/\S+\.json", deepspeed_json.__doc__):
         assert Path(ROOT, path).exists()
