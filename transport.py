@@ -85,11 +85,11 @@ class Transfer:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-class CopyEngines:
-    """The same for all ranks of a run on one host, from memory that all of them can read."""
+class CopyEngines(Collectives):
+    """The same for all ranks of a run on one host, out of memory made by empty(); out of other memory by collectives."""
 
     def __init__(self, run: Run):
-        self.run = run
+        super().__init__(run)
         self.memories: dict[int, PeerMemory] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -97,20 +97,18 @@ class CopyEngines:
         self.memories[memory.mine.untyped_storage().data_ptr()] = memory
         return memory.mine
 
-    def everyones(self, mine: Tensor, offset: int, size: int) -> tuple["PeerMemory", list[Tensor]]:
-        """On each rank the `size` elements that lie where ours do, `offset` behind the start of `mine`."""
-        memory, a = self.memories[mine.untyped_storage().data_ptr()], mine.storage_offset() + offset
-        return memory, [theirs[a : a + size] for theirs in memory.of]
-
-    def all_gather(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str) -> Transfer:
+    def all_gather(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str):
+        memory = self.memories.get(shard.untyped_storage().data_ptr())
+        if memory is None:
+            return super().all_gather(full, shard, group, what)
         with at("all_gather", what, full.nbytes):  # shards change between settle() calls only: read at any time
-            memory, shards = self.everyones(shard, 0, shard.numel())
+            shards = memory.pieces(shard.storage_offset(), shard.numel())
             return memory.fetch(list(zip(full.chunk(len(shards)), shards)), settled=True)
 
     def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str) -> Transfer:
         with at("exchange", what, full.nbytes):
-            size = full.numel() // self.run.world_size
-            memory, pieces = self.everyones(full, self.run.rank * size, size)
+            memory, size = self.memories[full.untyped_storage().data_ptr()], full.numel() // self.run.world_size
+            pieces = memory.pieces(full.storage_offset() + self.run.rank * size, size)
             return memory.fetch(list(zip(received.chunk(len(pieces)), pieces)), settled=False)
 
     def settle(self) -> None:
@@ -172,6 +170,10 @@ class PeerMemory:
         self.stream = torch.cuda.Stream(run.device)
         self.timeout_ms = 1000 * run.cfg.hang_timeout
         run.outside += self.mine.nbytes
+
+    def pieces(self, start: int, size: int) -> list[Tensor]:
+        """Elements [start, start + size) of everyone's memory."""
+        return [memory[start : start + size] for memory in self.of]
 
     def barrier(self) -> None:
         """On the current stream: go on when every rank has come here. One thread block waits."""
