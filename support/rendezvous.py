@@ -1,4 +1,4 @@
-"""From nothing to a process group in which all ranks have met; and what they note down for when they are started again."""
+"""From nothing to a process group in which all ranks have met; what they note down for their next start."""
 
 import datetime
 import os

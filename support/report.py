@@ -25,10 +25,11 @@ GONE = "Connection (closed by peer|reset)"  # gloo
 def report(error: BaseException, predict: Callable | None, alike: bool, run: Run | None = None) -> None:
     """Print this rank's error, or, if it only follows from another rank's, one line that points there.
 
-    Then let a save under way finish, unless the error says that another rank is gone: what the ranks hold is no worse
-    for an error that all of them have found. predict: the script's; run: the last one that was started, if any.
-    alike: every rank has this error, before there is a store in which to say who was first: rank 0 prints it. torchrun
-    shows the line once more, as the traceback of its root cause: the earliest that ranks left in their error files.
+    Then wait for a save under way, unless another rank is gone, without which it cannot be completed.
+
+    predict: the script's. alike: every rank has this error, before there is a store in which to say who was first:
+    rank 0 prints it. run: the last one that was started, if any. torchrun shows the line once more, as the traceback of
+    its root cause: the earliest that ranks left in their error files.
     """
     rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:  # torchrun sends it as soon as another rank is gone

@@ -111,7 +111,8 @@ def check_same(run: Run, path: str, saved: dict) -> None:
     if saved["data"] != run.tokens.fingerprint:
         raise UserError(
             f"{path} was trained on another corpus (fingerprint {saved['data']}, {run.cfg.data} has "
-            f"{run.tokens.fingerprint}): its order of samples cannot go on; --init-from starts a new run from the weights"
+            f"{run.tokens.fingerprint}): its order of samples cannot go on; --init-from starts a new run from the "
+            "weights"
         )
 
 

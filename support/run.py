@@ -90,6 +90,12 @@ class Run:
 _made: dict[tuple, dist.ProcessGroup] = {}
 
 
+def destroy_groups() -> None:
+    """The end of a job. A group that lives on until Python ends can abort it: its threads may want Python's lock."""
+    _made.clear()
+    dist.destroy_process_group()
+
+
 def make_group(
     ranks: list[int],
     colours: list[object],
@@ -98,7 +104,9 @@ def make_group(
     backend: str | None = None,
     control: dist.ProcessGroup | None = None,
 ) -> dist.ProcessGroup:
-    """The group of those of `ranks` (the job's numbers of a run's ranks) that have this rank's colour; collective over them.
+    """The group of those of `ranks` that have this rank's colour; collective over them.
+
+    ranks: the job's numbers of a run's ranks.
 
     A later run of the same ranks gets the same group again. Destroyed and made anew it would meet its own old addresses
     in the job's store, for torch names a group by its members and by how many groups a member is in. So that this

@@ -32,7 +32,7 @@ from support.flags import Config, UserError, flag_name, parse_flags, print_help
 from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
-from support.run import Run, make_group
+from support.run import Run, destroy_groups, make_group
 from support.tokens import has_val, open_tokens
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -335,6 +335,7 @@ def run_script(main: Callable[[Config], list], predict: Callable | None, config:
 
     predict: the script's, for the report of a rank that is out of memory.
     """
+    global _latest
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # --help | head
@@ -352,7 +353,8 @@ def run_script(main: Callable[[Config], list], predict: Callable | None, config:
             stopped += _signal
             # and no rank takes the store away while another still needs it
             dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
-            dist.destroy_process_group()
+            _latest = None  # it holds groups
+            destroy_groups()
     except BaseException as error:
         report(error, predict, alike=cfg is None and "TORCHELASTIC_RUN_ID" in os.environ, run=_latest)
         os._exit(2 if isinstance(error, UserError) else 1)  # not destroy_process_group: it can hang while a peer waits

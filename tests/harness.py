@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from support import meter, prepare
+from support.run import destroy_groups
 
 # ranks are forked from a process that has imported these, which no rank then has to do again: half of a short test's
 # time
@@ -48,7 +49,7 @@ def _rank_main(rank: int, world_size: int, fn, args: tuple, folder: str, timeout
         Path(folder, f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
         os._exit(1)  # not destroy_process_group: it can hang while a peer waits
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:

@@ -1,4 +1,4 @@
-"""Stopping and going on: the same bits as never having stopped, in any layout; and what keeps a run from mixing with another."""
+"""Stopping and going on: the bits of never having stopped, in any layout; what keeps two runs from mixing."""
 
 import importlib
 import json
@@ -18,7 +18,8 @@ from support import prepare
 from support.flags import UserError
 from support.resume import progress, resume, rng_state
 
-STEPS = 20  # of 12 sequences; the corpus has 40 windows: 3 1/3 steps an epoch, an epoch edge inside step 3, at the start of step 10
+# of 12 sequences; the corpus has 40 windows: 3 1/3 steps an epoch, an epoch edge inside step 3, at the start of step 10
+STEPS = 20
 
 
 def rows_of(rows):
@@ -49,7 +50,7 @@ def cut_at(folder, name, step, copy):
     shutil.copytree(folder / name / "ckpt" / f"step_{step:08d}", folder / copy / "ckpt" / f"step_{step:08d}")
 
 
-# --- the same layout ----------------------------------------------------------------------------------------------------
+# --- the same layout --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size, script, stage", [(2, "train_zero", 2), (1, "train_ddp", None)])
@@ -81,11 +82,11 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
         same_tensors(final_weights(tmp_path / f"from {step}"), weights, f"stopped at {step}")
 
 
-# --- other layouts ------------------------------------------------------------------------------------------------------
+# --- other layouts ----------------------------------------------------------------------------------------------------
 
 
 def test_any_layout_goes_on_from_any(tmp_path):
-    """H9: saved by one layout, loaded and saved by the next through a chain of all: every tensor stays, and so do the next losses."""
+    """H9: saved by one layout, loaded and saved by the next, through all: every tensor and the next losses stay."""
     toy_files(tmp_path)
     flags = dict(dtype="float32", steps=10, save_every=5, keep_last=9)
     straight = run_ranks(1, train, "train_ddp", str(tmp_path), {"straight": flags | {"micro_batch": 4}}, timeout=100)[
@@ -143,11 +144,11 @@ def load_save_go_on(rank, folder, variants):
     return found
 
 
-# --- what may change and what not ---------------------------------------------------------------------------------------
+# --- what may change and what not -------------------------------------------------------------------------------------
 
 
 def test_changed_flags_and_refusals(tmp_path, capfd):
-    """H12, H14, H21: what changed is printed old -> new and takes effect; another corpus or model is refused by name."""
+    """H12, H14, H21: a change is printed old -> new and takes effect; another corpus or model is refused by name."""
     toy_files(tmp_path)
     (tmp_path / "other.jsonl").write_text(json.dumps({"ids": [(7 * i) % 61 for i in range(40 * 32 + 1)]}) + "\n")
     prepare.prepare(str(tmp_path / "other"), [str(tmp_path / "other.jsonl")], vocab_size=61, workers=1)
@@ -222,15 +223,16 @@ def test_learning_rate_never_rises_again():
     assert rates[4] == 1e-3 and all(a >= b for a, b in zip(rates[4:], rates[5:])) and set(rates[20:]) == {1e-4}
 
 
-# --- killed -------------------------------------------------------------------------------------------------------------
+# --- killed -----------------------------------------------------------------------------------------------------------
 
 
 def test_kill_9_of_a_rank_then_restart(tmp_path):
-    """I12, I9: a rank killed twice mid-run under --max-restarts; the job goes on by itself to the same bits, no step twice in the log."""
+    """I12, I9: ranks killed twice under --max-restarts; the job goes on by itself, same bits, no step twice in the log."""
     toy_files(tmp_path)
     flags = {
-        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12", "--micro-batch": "1",
-        "--steps": "40", "--workers": "0", "--save-every": "5", "--keep-last": "3", "--eval-every": "0", "--dropout": "0.1", "--stage": "2",
+        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12",
+        "--micro-batch": "1", "--steps": "40", "--workers": "0", "--save-every": "5", "--keep-last": "3",
+        "--eval-every": "0", "--dropout": "0.1", "--stage": "2",
     }  # fmt: skip
     words = [word for pair in flags.items() for word in pair]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -260,11 +262,11 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
 
 
 def test_restart_over_two_hosts(tmp_path):
-    """I9: the host whose rank died counts the restart, the other does not; both go on in the folder they had, also under --resume never."""
+    """I9: only the host whose rank died counts the restart; both go on in their folder, also under --resume never."""
     toy_files(tmp_path)
     flags = {
-        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12", "--steps": "60",
-        "--workers": "0", "--save-every": "5", "--eval-every": "0", "--hang-timeout": "60", "--resume": "never",
+        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12",
+        "--steps": "60", "--workers": "0", "--save-every": "5", "--eval-every": "0", "--hang-timeout": "60", "--resume": "never",
     }  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as probe:
         meeting = f"localhost:{probe.getsockname()[1]}"
