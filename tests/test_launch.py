@@ -92,7 +92,7 @@ def test_every_flag_has_help(script, capsys):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_torchrun_hands_every_flag_on(script):
-    """torchrun's parser takes what can be read as the beginning of an option of its own, even behind the script's name."""
+    """torchrun's parser takes what may begin an option of its own, even behind the script's name."""
     for field in dataclasses.fields(SCRIPTS[script].Config):
         for flag in (f"--{field.name.replace('_', '-')}", f"--no-{field.name.replace('_', '-')}"):
             seen = get_args_parser().parse_args(["--standalone", f"{script}.py", flag, "1"])
@@ -172,11 +172,12 @@ def test_refusals_before_anything_is_built(tmp_path):
     (tmp_path / "rope.json").write_text(json.dumps(TOY | {"rope_theta": -1}))
     (tmp_path / "blocked").write_text("a file")
     bins = {k: {"data": f"{tmp_path}/{k}.bin", "vocab_size": RAW} for k in ("empty", "byte", "odd", "none")}
-    two, use = "2 data-parallel ranks", "use --vocab-size 61 or more"
+    two, near, use = "2 data-parallel ranks", "nearest that are:", "use --vocab-size 61 or more"
+    flags = "the ranks were started with different flags"
     window = "one window of seq_len 2000 needs 2001"
     cases = {
-        "13": ({"global_batch": 13}, f"13 is not a multiple of --micro-batch 1 x {two} = 2; nearest that are: 12 or 14"),
-        "micro": ({"micro_batch": 4}, f"12 is not a multiple of --micro-batch 4 x {two} = 8; nearest that are: 8 or 16"),
+        "13": ({"global_batch": 13}, f"13 is not a multiple of --micro-batch 1 x {two} = 2; {near} 12 or 14"),
+        "micro": ({"micro_batch": 4}, f"12 is not a multiple of --micro-batch 4 x {two} = 8; {near} 8 or 16"),
         "negative batch": ({"global_batch": -4}, "both must be 1 or more"),
         "negative steps": ({"steps": -1}, "--steps -1: allowed is 0 or more"),
         "keep": ({"keep_last": 0}, "--keep-last 0: allowed is 1 or more"),
@@ -186,7 +187,7 @@ def test_refusals_before_anything_is_built(tmp_path):
         "least scale": ({"scale_min": 0.0}, "--scale-min 0.0: allowed is"),
         "window": ({"scale_window": 0}, "--scale-window 0: allowed is 1 or more"),
         "dropout": ({"dropout": 1.0}, "--dropout 1.0: allowed is 0 <= dropout < 1"),
-        "differ": ({"lr": [1e-3, 2e-3], "micro_batch": [1, 2]}, "ranks were started with different flags: --micro-batch, --lr"),
+        "differ": ({"lr": [1e-3, 2e-3], "micro_batch": [1, 2]}, f"{flags}: --micro-batch, --lr"),
         "model": ({"model": "gigantic"}, "--model gigantic: neither a size"),
         "rope": ({"model": f"{tmp_path}/rope.json"}, "rope_theta = -1, allowed is more than 0"),
         "half a config": ({"model": f"{tmp_path}/halfhf.json"}, "num_hidden_layers is missing"),

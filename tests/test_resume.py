@@ -227,7 +227,7 @@ def test_learning_rate_never_rises_again():
 
 
 def test_kill_9_of_a_rank_then_restart(tmp_path):
-    """I12, I9: ranks killed twice under --max-restarts; the job goes on by itself, same bits, no step twice in the log."""
+    """I12, I9: ranks killed twice under --max-restarts; the job goes on to the same bits, no step twice."""
     toy_files(tmp_path)
     flags = {
         "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12",
@@ -266,7 +266,8 @@ def test_restart_over_two_hosts(tmp_path):
     toy_files(tmp_path)
     flags = {
         "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12",
-        "--steps": "60", "--workers": "0", "--save-every": "5", "--eval-every": "0", "--hang-timeout": "60", "--resume": "never",
+        "--steps": "60", "--workers": "0", "--save-every": "5",
+        "--eval-every": "0", "--hang-timeout": "60", "--resume": "never",
     }  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as probe:
         meeting = f"localhost:{probe.getsockname()[1]}"
