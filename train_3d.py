@@ -66,7 +66,7 @@ from support.run import Place, Run
 from support.start import explain, run_script, say_if_stopped, start, stop_signal
 from train_ddp import DataParallel, state_bytes
 from train_pipe import Stage, flow, layout, message_shape, receive_buffers, schedule, stage_clock
-from train_tp import Team, TensorParallelGPT, check_layout, part_traffic
+from train_tp import build_model, check_layout, part_traffic
 from train_zero import Zero1, share_bytes
 from transport import all_reduce, choose_copy_engine, open_links
 
@@ -102,7 +102,7 @@ def rank_map(run: Run) -> str:
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
-    """Bytes this rank holds by term, and its messages and collectives of one step as (operation, what, payload bytes)."""
+    """Bytes held by term, and messages and collectives of one step as (operation, what, payload bytes)."""
     cfg, m, tp, last = run.cfg, run.model_cfg, run.tp, 2 * run.model_cfg.n_layer
     parts = layout(run)[run.place().stage]
     held = held_by(run, parts)
@@ -156,7 +156,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     if cfg.explain:
         return explain(run, memory, traffic)
 
-    model = TensorParallelGPT(run.model_cfg, Team(run), cfg.recompute, cfg.overlap)
+    model = build_model(run)
     mine = run.place().stage
     parts = layout(run)[mine]
     chunks = len(parts)

@@ -399,6 +399,13 @@ class TensorParallelGPT(GPT):
     forward = forward_part
 
 
+def build_model(run: Run) -> GPT:
+    """Where nobody shares the matrices the plain model, whose blocks are compiled whole."""
+    if run.tp == 1:
+        return GPT(run.model_cfg, run.cfg.recompute)
+    return TensorParallelGPT(run.model_cfg, Team(run), run.cfg.recompute, run.cfg.overlap)
+
+
 def regions(cfg: gpt.ModelConfig) -> list[str]:
     """Names of the parallel regions in order; between two neighbours lies a junction."""
     return ["embed", *(f"block.{i} {half}" for i in range(cfg.n_layer) for half in ("attention", "mlp")), "head"]
@@ -418,7 +425,7 @@ def part_traffic(run: Run, part: range) -> tuple[list[tuple[str, str, int]], lis
     m, last, names = run.model_cfg, 2 * run.model_cfg.n_layer, regions(run.model_cfg)
     token = m.seq_len * m.n_embd * run.dtype.itemsize
     forward, backward = [], []
-    for k in range(part.start, part.stop + 1):
+    for k in range(part.start, part.stop + 1) if run.tp > 1 else ():
         front, back = k > part.start or k == 0, k < part.stop or k == last
         for B in part_sizes(run):
             forward += [("reduce_scatter", names[k], B * token)] * front
@@ -426,7 +433,7 @@ def part_traffic(run: Run, part: range) -> tuple[list[tuple[str, str, int]], lis
         for B in part_sizes(run):  # backward begins with the last part
             there = [("reduce_scatter", names[k + 1], B * token)] * back + [("all_gather", names[k], B * token)] * front
             backward.insert(0, there)
-    if part.stop == last:  # two numbers per token
+    if part.stop == last and run.tp > 1:  # two numbers per token
         stats = run.tp * 2 * m.seq_len * run.master_dtype.itemsize
         forward += [("all_gather", "loss", B * stats) for B in part_sizes(run)]
     return forward, backward
@@ -434,6 +441,8 @@ def part_traffic(run: Run, part: range) -> tuple[list[tuple[str, str, int]], lis
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
+    if run.tp == 1:
+        return train_ddp.predict(run)
     m, cfg, compute, last = run.model_cfg, run.cfg, run.dtype.itemsize, 2 * run.model_cfg.n_layer
     memory, sums = state_bytes(run, held_by(run))
     kept = activation_bytes(m, cfg.micro_batch, compute, cfg.recompute, cfg.compile)
@@ -464,7 +473,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     if cfg.explain:
         return explain(run, memory, traffic)
 
-    model = TensorParallelGPT(run.model_cfg, Team(run), cfg.recompute, cfg.overlap)
+    model = build_model(run)
     strategy = DataParallel(model, run, held_by(run))
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
