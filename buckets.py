@@ -173,6 +173,7 @@ class Bucket:
         self.grad = self.grad_shard = self.owned = self.master
         self.missing = set(self.slices)  # whose gradient of this pass is not in yet
         self.passes = 0  # backward passes of this step that are complete
+        self.work = None  # a transfer of its gradient, to be waited for
         self.norms: dict[str, Tensor] = {}  # of gradients of this rank, before any sum: to say who brought a NaN
 
     @property

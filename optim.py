@@ -102,8 +102,8 @@ class LossScaler:
         self.stuck += 1
         if self.stuck >= self.patience:
             raise UserError(
-                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in "
-                f"{culprit}; none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or "
+                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last "
+                f"one in {culprit}; none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or "
                 "--dtype bfloat16)"
             )
 

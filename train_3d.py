@@ -56,6 +56,7 @@ import train_pipe
 from buckets import held_by
 from checkpoint import Checkpointer
 from data import Batches, evaluate
+from links import open_links
 from model import activation_parts, dropout_keys, flops_per_token
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
@@ -68,7 +69,7 @@ from train_ddp import DataParallel, state_bytes
 from train_pipe import Stage, flow, layout, message_shape, receive_buffers, schedule, stage_clock
 from train_tp import build_model, check_layout, part_traffic
 from train_zero import Zero1, share_bytes
-from transport import all_reduce, choose_copy_engine, open_links
+from transport import all_reduce, choose_copy_engine
 
 
 @dataclass

@@ -83,7 +83,7 @@ class DataParallel:
             bucket.weights = bucket.shard = bucket.master.to(self.run.dtype)
         bucket.grad = bucket.grad_shard = torch.zeros_like(bucket.master)  # sum over micro-batches, then over ranks
         bucket.owned = bucket.grad.tensor_split(bucket.n)[bucket.index]
-        bucket.wire, bucket.work = bucket.grad, None
+        bucket.wire = bucket.grad
 
     def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x, y (B, T) int64 -> summed loss, and how many targets it stands for; over all ranks each counts once."""
@@ -149,6 +149,7 @@ class DataParallel:
 
     def pieces(self) -> dict[str, Piece]:
         """The training state by name, for checkpoint.py; what several ranks hold, one of them writes."""
+        self.catch_up()
         return {name: piece for bucket in self.buckets.values() for name, piece in bucket.pieces().items()}
 
     def masters_changed(self) -> None:

@@ -67,6 +67,7 @@ import train_ddp
 from buckets import held_by
 from checkpoint import Checkpointer
 from data import Batches, evaluate
+from links import Links, open_links
 from model import GPT, ModelConfig, activation_parts, dropout_keys, flops_per_token
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
@@ -76,7 +77,7 @@ from support.run import Place, Run
 from support.start import explain, run_script, say_if_stopped, start, stop_signal
 from support.timeline import draw_all, most_in_flight
 from train_ddp import DataParallel, state_bytes
-from transport import Links, all_reduce, choose_copy_engine, open_links
+from transport import all_reduce, choose_copy_engine
 
 
 @dataclass
@@ -138,8 +139,8 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
         sizes = [round(2 * float(b)) if re.fullmatch(r"\d+(\.[05])?", b) else 0 for b in by_hand.split(",")]
         if len(sizes) != parts or min(sizes) < 1 or sum(sizes) != n:
             raise UserError(
-                f"--stages {by_hand}: expected {parts} numbers of blocks, whole or with .5, with the sum {model_cfg.n_layer} "
-                "(the model's)"
+                f"--stages {by_hand}: expected {parts} numbers of blocks, whole or with .5, with the sum "
+                f"{model_cfg.n_layer} (the model's)"
             )
     elif parts > model_cfg.n_layer:
         raise UserError(
@@ -177,8 +178,9 @@ def layout(run: Run) -> list[list[range]]:
     chunks = cfg.chunks if cfg.schedule == "interleaved" and run.pp > 1 else 1
     if chunks < 1 or chunks > 1 and run.accum % run.pp:
         raise UserError(
-            f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or more "
-            f"and the number of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of --pp {run.pp}"
+            f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or "
+            f"more and the number of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of "
+            f"--pp {run.pp}"
         )
     parts = cut(run.model_cfg, run.pp, chunks, cfg.stages)
     return [parts[s :: run.pp] for s in range(run.pp)]

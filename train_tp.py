@@ -154,7 +154,7 @@ def logits_to_grad(logits: Tensor, y: Tensor, log_z: Tensor, scale: Tensor, voca
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropies over the targets that count, from logits (B, T, V/tp) of which each rank has its words.
+    """Sum of the cross-entropies over the targets that count; each rank has the logits (B, T, V/tp) of its words.
 
     log Z = log sum over r of exp(log Z_r): two numbers per token and rank travel instead of V/tp logits. All ranks add
     the same numbers in the same order and get the same bits. Backward writes over the logits, 2 bytes each, not 2 + 4 +
