@@ -103,8 +103,8 @@ class LossScaler:
         if self.stuck >= self.patience:
             raise UserError(
                 f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last "
-                f"one in {culprit}; none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or "
-                "--dtype bfloat16)"
+                f"one in {culprit}; none of these steps changed the weights (try a lower --lr, a longer "
+                "--warmup-steps, or --dtype bfloat16)"
             )
 
     def state(self) -> dict:
