@@ -209,7 +209,8 @@ def evaluate(run: Run, strategy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     for x, y, _ in val_batches(run):
         loss, targets = strategy(x, y)
         total += torch.stack([loss.double(), targets.double()])
-    dist.all_reduce(total, group=run.world)
+    with at("all_reduce", "validation loss", total.nbytes):
+        dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 

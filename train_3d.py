@@ -64,7 +64,7 @@ from support.meter import Meter, at, say
 from support.rendezvous import job_size
 from support.resume import progress, resume, rng_state
 from support.run import Place, Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from train_ddp import DataParallel, state_bytes
 from train_pipe import Stage, flow, layout, message_shape, receive_buffers, schedule, stage_clock
 from train_tp import build_model, check_layout, part_traffic
@@ -177,7 +177,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter, stage_clock(run, meter):
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter, stage_clock(run, meter):
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
@@ -210,7 +210,8 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
             to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
@@ -236,7 +237,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

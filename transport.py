@@ -25,7 +25,7 @@ from torch import Tensor
 
 from support.flags import UserError
 from support.meter import at
-from support.run import Run
+from support.run import GRACE, Run
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -158,7 +158,7 @@ class PeerMemory:
         self.rank = run.rank
         self.of: list[Tensor] = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(run.world_size)]
         self.stream = torch.cuda.Stream(run.device)
-        self.timeout_ms = 1000 * run.cfg.hang_timeout
+        self.timeout_ms = 1000 * (run.cfg.hang_timeout + GRACE)
         run.outside += self.mine.nbytes
 
     def pieces(self, start: int, size: int) -> list[Tensor]:

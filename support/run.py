@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from support.flags import Config
 
+GRACE = 15  # seconds that collectives wait longer than --hang-timeout: the watchdog speaks first, and names who
+
 
 class Place(NamedTuple):
     """Where a rank stands. Ranks that differ in `seat` only are neighbours: they have the most to tell each other."""
@@ -41,6 +43,7 @@ class Run:
     script: str = ""
     number: int = 0  # of runs that this process started before
     copy_engine: bool = False  # whether transfers go by copy engines (transport.py)
+    watchdog: Any = None  # support.watchdog.Watchdog
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
 
     @property
@@ -81,7 +84,7 @@ class Run:
         """
         colours = [colour(self.place(rank)) for rank in range(self.world_size)]
         ranks = dist.get_process_group_ranks(self.world or dist.group.WORLD)
-        group = make_group(ranks, colours, what, self.cfg.hang_timeout, control=self.control)
+        group = make_group(ranks, colours, what, self.cfg.hang_timeout + GRACE, control=self.control)
         if self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
