@@ -108,10 +108,9 @@ class Offload(OnDevice):
             self.copied.setdefault(bucket.name, torch.cuda.Event()).record()
 
     def step(self, update: int, lr: float, factor: float) -> bool:
-        """Below stage 3 with overlap this only notes what to do.
-
-        Before_use() does it when forward reaches the bucket.
-        """
+        """Below stage 3 with overlap only note what to do: before_use() does it when forward reaches the bucket."""
+        if self.due:
+            raise RuntimeError(f"updates nobody came for: {', '.join(self.due)}; the model must call use()")
         self.due = dict.fromkeys(self.strategy.buckets, (update, lr, factor))
         return not self.waits and self.catch_up()
 

@@ -3,12 +3,12 @@
     torchrun --nproc_per_node=8 train_3d.py                                        # 2 x 2 x 2
     torchrun --nproc_per_node=8 train_3d.py --tp 4 --pp 2 --model 13b --data DIR   # 1 replica of 2 stages of 4 ranks
     torchrun --nproc_per_node=8 train_3d.py --schedule interleaved --chunks 4 --zero 0
-    torchrun --nproc_per_node=4 train_3d.py --explain                              # map of ranks, memory, bytes; then
-    exit
+    torchrun --nproc_per_node=4 train_3d.py --explain          # map of ranks, memory, bytes; then exit
 
-    replica 0:  stage 0  ranks 0 1   ==>   stage 1  ranks 2 3         ranks of a team divide each matrix: the most
-    bytes, so replica 1:  stage 0  ranks 4 5   ==>   stage 1  ranks 6 7         neighbours; replicas have the least to
-    say: outermost
+    replica 0:  stage 0  ranks 0 1   ==>   stage 1  ranks 2 3
+    replica 1:  stage 0  ranks 4 5   ==>   stage 1  ranks 6 7
+
+Neighbouring ranks form a team, which divides each matrix and moves the most bytes; replicas move the least: outermost.
 
 Each axis pays with another coin. Tensor parallel divides weights, activations and every product, and exchanges
 activations in each block. A pipeline divides layers, sends one activation per boundary, and idles while it fills and
@@ -69,7 +69,7 @@ from train_ddp import DataParallel, state_bytes
 from train_pipe import Stage, flow, layout, message_shape, receive_buffers, schedule, stage_clock
 from train_tp import build_model, check_layout, part_traffic
 from train_zero import Zero1, share_bytes
-from transport import all_reduce, choose_copy_engine
+from transport import all_reduce
 
 
 @dataclass
@@ -138,12 +138,9 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
 def check(run: Run) -> None:
     """Raises UserError, before anything is built, for a layout or a link that cannot be had."""
     check_layout(run)
-    layout(run)
-    if run.cfg.check_collectives and run.pp > 1:
-        raise UserError(
-            "--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1"
-        )
-    choose_copy_engine(run, run.pp > 1)
+    train_pipe.check(run)
+    if run.cfg.zero and run.cfg.allreduce != "torch":
+        raise UserError(f"--allreduce {run.cfg.allreduce}: --zero 1 reduces by exchange; allowed with --zero 0")
 
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
@@ -201,7 +198,6 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     in_flight[number] = h, out
                 else:
                     h, out = in_flight.pop(number)
-                    strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                     grad = torch.full_like(out, scale / nominal) if stage.is_last(chunk) else stage.from_next.recv()
                     with at("backward"):
                         out.backward(grad)  # buckets leave from in here, in the last micro-batch
@@ -213,7 +209,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             with at("wait", "facts"):
                 loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):

@@ -67,8 +67,7 @@ class DataParallel:
         self.model, self.run, self.cfg = model, run, run.cfg
         self.groups = holders(run)
         self.buckets: dict[str, Bucket] = {}
-        self.first_micro = self.last_micro = True
-        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all this would not die
+        me = weakref.proxy(self)  # hooks that held more than a weak reference would keep all this alive after main()
         for i, (unit, what) in enumerate((held or held_by(run)).items()):
             bucket = self.buckets[unit] = Bucket(i, unit, what, run, self.groups[what.holders], self.shared)
             self.add_buffers(bucket)
@@ -93,9 +92,9 @@ class DataParallel:
         """Move one gradient into its bucket and, in the last micro-batch, send the bucket once it is complete."""
         into = bucket.view(bucket.grad, name)
         # bf16 gradient added in fp32; the first micro-batch overwrites, which saves clearing 4 bytes per parameter
-        into.copy_(param.grad) if self.first_micro else into.add_(param.grad)
+        into.copy_(param.grad) if bucket.passes == 0 else into.add_(param.grad)
         param.grad = None  # so that the bf16 gradients of one block are alive, not of all
-        if bucket.arrive(name) and self.last_micro and self.cfg.overlap:
+        if bucket.gradient_came(name) and bucket.passes == self.run.accum and self.cfg.overlap:
             self.reduce(bucket)
 
     def reduce(self, bucket: Bucket) -> None:
@@ -176,8 +175,10 @@ def state_bytes(run: Run, held: dict[str, Held]) -> tuple[dict[str, int], list[t
         "gradients on the wire": sum(sent.values()) if wire != master else 0,
     }
     if run.cfg.allreduce != "torch" and sent:
-        facts = wire, run.dp, run.device.type, wire != master
-        memory["reduction buffers"] = extra_bytes(run.cfg.allreduce, largest, *facts)
+        memory["reduction buffers"] = max(
+            extra_bytes(run.cfg.allreduce, sizes[u], wire, copies(run, held[u]), run.device.type, wire != master)
+            for u in sent
+        )
     twins = [("all_reduce", "tied embedding", master * sizes[unit]) for unit in held if held[unit].twin]
     return memory, [("all_reduce", unit, size) for unit, size in reversed(sent.items())] + twins
 
@@ -221,10 +222,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
-            for micro in range(run.accum):
+            for _ in range(run.accum):
                 x, y, sample = batches.next()
                 keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
@@ -236,7 +236,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             with at("wait", "facts"):
                 loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):

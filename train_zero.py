@@ -53,7 +53,7 @@ import train_ddp
 from buckets import Bucket, Held, copies, held_by, padded
 from checkpoint import Checkpointer
 from data import Batches, evaluate
-from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token
+from model import GPT, activation_bytes, dropout_keys, flops_per_token
 from offload import HOST_TENSORS, Offload, OnDevice
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
@@ -82,7 +82,10 @@ class Config(train_ddp.Config):
 
 
 class Zero1(DataParallel):
-    """Each holder of a bucket sums, updates and then sends one share of it. Works over any `held`."""
+    """Each holder of a bucket sums, updates and then sends one share of it. Works over any `held`.
+
+    Offload needs a model that says which weights it is about to use, as GPT does.
+    """
 
     shared = True
     open_transport = Collectives
@@ -96,6 +99,7 @@ class Zero1(DataParallel):
         compiled = run.cfg.compile and run.device.type == "cuda"
         self.add = torch.compile(add_in_order, dynamic=True) if compiled else add_in_order
         super().__init__(model, run, held)
+        model.use, model.leave = self.use, self.leave
         self.masters_changed()
 
     @staticmethod
@@ -117,22 +121,10 @@ class Zero1(DataParallel):
         bucket.grad_shard = bucket.owned = bucket.grad[bucket.mine]
         self.optimizer.adopt(bucket)
 
-    def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """GPT.forward, with each unit's weights there in time."""
-        model = self.model
-        cos, sin = model.cos[: x.shape[1]], model.sin[: x.shape[1]]
-        self.use("embed")
-        h = model.embed(x, keys)
-        for i, block in enumerate(model.blocks):
-            self.use(f"block.{i}")
-            h = self.leave(block(h, cos, sin, keys), f"block.{i}")
-        self.use("head")
-        return model.loss_sum(h, y), (y != IGNORE).sum()
-
     def use(self, unit: str) -> None:
         """The forward pass is about to compute with this unit's weights; with offload their update may still be due."""
         self.optimizer.before_use(self.buckets[unit])
-        self.arrive(self.buckets[unit])
+        self.wait_for_weights(self.buckets[unit])
 
     def leave(self, h: Tensor, unit: str) -> Tensor:
         """The forward pass comes out of a block."""
@@ -183,9 +175,9 @@ class Zero1(DataParallel):
         if bucket.n > 1:
             bucket.gathering = self.transport.all_gather(bucket.weights, bucket.shard, bucket.group, bucket.name)
         if not self.cfg.overlap:
-            self.arrive(bucket)
+            self.wait_for_weights(bucket)
 
-    def arrive(self, bucket: Bucket) -> None:
+    def wait_for_weights(self, bucket: Bucket) -> None:
         """Wait for weights under way: on a GPU the compute stream waits, not the host."""
         if bucket.gathering is not None:
             with at("wait", bucket.name):
@@ -195,7 +187,7 @@ class Zero1(DataParallel):
     def published(self) -> None:
         """All updates are made: their weights are there, on every rank."""
         for bucket in self.buckets.values():
-            self.arrive(bucket)
+            self.wait_for_weights(bucket)
 
     def masters_changed(self) -> None:
         """After a load: bring the compute weights up to date."""
@@ -211,10 +203,7 @@ class Zero1(DataParallel):
 
 
 def add_in_order(shard: Tensor, pieces: Tensor, overwrite: bool) -> None:
-    """shard (S,) fp32 (=|+=) the sum of pieces (N, S), added in fp32 in the order of the rows.
-
-    One pass when compiled.
-    """
+    """shard (S,) becomes, or grows by, the sum of pieces (N, S) in the order of the rows, in shard's dtype."""
     total = pieces[0].to(shard.dtype)
     for piece in pieces[1:]:
         total = total + piece
@@ -237,6 +226,8 @@ class Zero2(Zero1):
 
     def allocate(self, run: Run, held: dict[str, Held]) -> None:
         super().allocate(run, held)
+        if any(copies(run, what) != run.world_size for what in held.values()):
+            raise ValueError("stages 2 and 3 share every bucket out over all ranks")
         longest = max(padded(what, run.dp) for what in held.values())
         self.full = self.transport.empty(2 * longest, self.wire).split(longest)
 
@@ -253,10 +244,11 @@ class Zero2(Zero1):
             full[bucket.numel :].zero_()
         bucket.view(full, name).copy_(param.grad)
         param.grad = None
-        if bucket.arrive(name):
+        first = bucket.passes == 0
+        if bucket.gradient_came(name):
             if self.watch:
-                bucket.note_norms(full, add=not self.first_micro)
-            self.exchange(bucket, full, self.first_micro, self.last_micro)
+                bucket.note_norms(full, add=not first)
+            self.exchange(bucket, full, overwrite=first, final=bucket.passes == self.run.accum)
 
     def reduce(self, bucket: Bucket) -> None:
         """Nothing is left for the end of a step: all has been sent."""
@@ -278,30 +270,27 @@ class Zero2(Zero1):
 
 
 class Zero3(Zero2):
-    """Weights are gathered round each block into two buffers, which the units take in turn.
-
-    One computes, one arrives.
-    """
+    """Weights are gathered round each block into two buffers used in turn: one computes, one arrives."""
 
     updates_may_wait = False  # the others fetch this rank's shards when they like
 
     def allocate(self, run: Run, held: dict[str, Held]) -> None:
         self.units, sizes = list(held), shares(run, held)
         self.shards = dict(zip(held, self.transport.empty(sum(sizes), run.dtype).split(sizes)))
-        self.places = [torch.empty(n, dtype=run.dtype, device=run.device) for n in place_lengths(run, held)]
+        self.weight_buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(run, held)]
         self.there: list[int | None] = [None] * 3  # which unit's weights are in each of them
         super().allocate(run, held)
 
     def add_buffers(self, bucket: Bucket) -> None:
         """Of weights and gradients the share; whole weights in a place that others use too."""
         super().add_buffers(bucket)
-        place = place_of(bucket.number, self.run.model_cfg.tie)
-        bucket.shard, bucket.weights = self.shards[bucket.name], self.places[place][: bucket.padded]
+        buffer = buffer_of(bucket.number, self.run.model_cfg.tie)
+        bucket.shard, bucket.weights = self.shards[bucket.name], self.weight_buffers[buffer][: bucket.padded]
 
     def use(self, unit: str) -> None:
         """Forward: wait for this unit's weights; while it computes, the next unit's come."""
         i = self.units.index(unit)
-        if i == 0 and self.first_micro:
+        if i == 0 and self.buckets[unit].passes == 0:
             self.there = [None] * 3  # every step gathers alike, also after an evaluation
         self.have(i, ahead=i + 1 if i + 1 < len(self.units) else None)
 
@@ -312,19 +301,16 @@ class Zero3(Zero2):
     def have(self, i: int, ahead: int | None) -> None:
         """Wait for the weights of unit i, and have those of unit `ahead` come meanwhile."""
         self.all_gather(i)
-        self.arrive(self.buckets[self.units[i]])
+        self.wait_for_weights(self.buckets[self.units[i]])
         if self.cfg.overlap and ahead is not None:
             self.all_gather(ahead)
 
     def all_gather(self, i: int) -> None:
-        """Start bringing unit i to its place, over unit i-2 or i+2, whose compute is queued before.
-
-        Unless it is there.
-        """
-        place, bucket = place_of(i, self.run.model_cfg.tie), self.buckets[self.units[i]]
-        if self.there[place] != i:
+        """Start bringing unit i to its buffer unless it is there, over a unit whose compute is queued before."""
+        buffer, bucket = buffer_of(i, self.run.model_cfg.tie), self.buckets[self.units[i]]
+        if self.there[buffer] != i:
             bucket.gathering = self.transport.all_gather(bucket.weights, bucket.shard, bucket.group, bucket.name)
-            self.there[place] = i
+            self.there[buffer] = i
 
     def finish(self) -> Tensor:
         """As before; and what the places hold is about to be the weights of the step before."""
@@ -350,11 +336,12 @@ class UseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         # Backward does not need the embedding; fetch it for the next micro-batch, unless this is the last one.
-        ctx.zero.have(ctx.i, ahead=ctx.i - 1 if ctx.i > 1 or not ctx.zero.last_micro else None)
+        last = ctx.zero.buckets["embed"].passes + 1 == ctx.zero.run.accum
+        ctx.zero.have(ctx.i, ahead=ctx.i - 1 if ctx.i > 1 or not last else None)
         return grad, None, None
 
 
-def place_of(i: int, tied: bool) -> int:
+def buffer_of(i: int, tied: bool) -> int:
     """Which place unit i takes: one of two in turn, a tied embedding its own, for both ends of a pass need it."""
     return 2 if tied and i == 0 else i % 2
 
@@ -372,7 +359,7 @@ def longest_sent(run: Run, held: dict[str, Held]) -> int:
     return max([padded(what, n) for what in held.values() if (n := copies(run, what)) > 1], default=0)
 
 
-def place_lengths(run: Run, held: dict[str, Held]) -> list[int]:
+def buffer_lengths(run: Run, held: dict[str, Held]) -> list[int]:
     """Stage 3: elements of the three places."""
     sizes, tied = [padded(what, run.dp) for what in held.values()], run.model_cfg.tie
     return [max(sizes[tied:])] * 2 + [sizes[0] if tied else 0]
@@ -384,17 +371,14 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
     for micro in range(accum):
         backward = list(range(units - 2, 0, -1)) + ([0] if overlap and micro < accum - 1 else [])
         for i in [*range(units), *backward]:
-            if there.get(place_of(i, tied)) != i:
+            if there.get(buffer_of(i, tied)) != i:
                 order.append(i)
-            there[place_of(i, tied)] = i
+            there[buffer_of(i, tied)] = i
     return order
 
 
 def share_bytes(run: Run, held: dict[str, Held], stage: int) -> tuple[dict[str, int], list, list]:
-    """Bytes of shared-out buckets by term.
-
-    What one pass's gradients send, and new weights, each as predict() says it.
-    """
+    """Shared-out buckets: bytes held by term; what the gradients of one pass send; what new weights send."""
     master, compute = run.master_dtype.itemsize, run.dtype.itemsize
     wire = (Zero2 if stage > 1 else Zero1).wire_dtype(run).itemsize
     n = {unit: copies(run, what) for unit, what in held.items()}
@@ -405,7 +389,7 @@ def share_bytes(run: Run, held: dict[str, Held], stage: int) -> tuple[dict[str, 
         "moments": 2 * master * mine,
         "gradients": master * (mine if stage > 1 else whole),
         "compute weights": compute * (mine if stage == 3 else whole),
-        "weight buffers": compute * sum(place_lengths(run, held)) if stage == 3 else 0,
+        "weight buffers": compute * sum(buffer_lengths(run, held)) if stage == 3 else 0,
         # of two buckets: as they are received, and as they are sent (stage 1: only if --wire narrows them)
         "gradient buffers": 2 * wire * (longest + (max(size.values()) if stage > 1 else longest * (wire != master))),
         "gradients in passing": compute * max(size.values()),
@@ -493,10 +477,9 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
-            for micro in range(run.accum):
+            for _ in range(run.accum):
                 x, y, sample = batches.next()
                 keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
@@ -510,7 +493,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
             with at("wait", "facts"):
                 loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):

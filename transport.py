@@ -73,9 +73,9 @@ class Transfer:
 
 
 class CopyEngines(Collectives):
-    """The same for all ranks of a run on one host, out of memory made by empty().
+    """The same by copy engines, for all ranks of a run on one host, between tensors made by empty().
 
-    Out of other memory by collectives.
+    Anything else goes by the collectives above.
     """
 
     def __init__(self, run: Run):
@@ -89,15 +89,17 @@ class CopyEngines(Collectives):
 
     def all_gather(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str):
         memory = self.memories.get(shard.untyped_storage().data_ptr())
-        if memory is None:
+        if memory is None or dist.get_world_size(group) < self.run.world_size:
             return super().all_gather(full, shard, group, what)
         with at("all_gather", what, full.nbytes):  # shards change between settle() calls only: read at any time
             shards = memory.pieces(shard.storage_offset(), shard.numel())
             return memory.fetch(list(zip(full.chunk(len(shards)), shards)), settled=True)
 
-    def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str) -> Transfer:
+    def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str):
+        memory, size = self.memories.get(full.untyped_storage().data_ptr()), full.numel() // self.run.world_size
+        if memory is None or dist.get_world_size(group) < self.run.world_size:
+            return super().exchange(received, full, group, what)
         with at("exchange", what, full.nbytes):
-            memory, size = self.memories[full.untyped_storage().data_ptr()], full.numel() // self.run.world_size
             pieces = memory.pieces(full.storage_offset() + self.run.rank * size, size)
             return memory.fetch(list(zip(received.chunk(len(pieces)), pieces)), settled=False)
 
@@ -112,11 +114,9 @@ def open_transport(run: Run) -> Collectives | CopyEngines:
 
 
 def choose_copy_engine(run: Run, possible: bool) -> None:
-    """Set run.copy_engine, before anything is built; collective over run.control. possible.
+    """Set run.copy_engine, before anything is built; collective over run.control.
 
-    The layout has a use for it.
-
-    Raises UserError when --copy-engine asks for what cannot be had.
+    possible: whether the layout has a use for it. Raises UserError when --copy-engine asks for what cannot be had.
     """
     run.copy_engine = possible and run.cfg.copy_engine is not False and reachable(run)
     if run.cfg.copy_engine and not run.copy_engine:

@@ -73,7 +73,7 @@ _meter: "Meter | None" = None
 def at(op: str, what: str = "", nbytes: int = 0):
     """Mark what runs inside.
 
-    Op is a key of PARTS, what names the unit, nbytes is the payload handed to a collective.
+    op: a key of PARTS; what: names the unit; nbytes: the payload handed to a collective.
     """
     meter = _meter
     if meter is None:
@@ -259,9 +259,9 @@ class Meter:
         return row
 
     def _trace(self, profiler: torch.profiler.profile) -> None:
-        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel (streams overlap.
+        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel.
 
-        No 100 %).
+        Streams overlap, so the parts do not sum to 100 %.
         """
         folder = Path(self.run.out, "trace")
         folder.mkdir(exist_ok=True)
@@ -328,6 +328,8 @@ class Meter:
         memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload
         bytes) each.
         """
+        differs = any(expected != counted for expected, counted in self.compare(traffic).values())
+        ranks = self.run.everyone((differs, self.peak_bytes()))
         rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
         if not rows or self.run.rank:
             return
@@ -346,7 +348,12 @@ class Meter:
             + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items())
             + f" = {predicted / 1e9:.3f} GB predicted"
         )
+        if wrong := [rank for rank, (differs, _) in enumerate(ranks) if differs]:
+            say(f"DIFFERENT from what was predicted: calls or bytes of ranks {wrong}")
         kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
+        largest = max(range(len(ranks)), key=lambda rank: ranks[rank][1])
+        if largest:
+            kind += f"; largest: {ranks[largest][1] / 1e9:.3f} GB on rank {largest}"
         say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
 
 

@@ -36,6 +36,8 @@ class Run:
     tp: int = 1  # ranks that share out each matrix
     cp: int = 1  # ranks that share out each sequence
     accum: int = 1  # micro-batches per rank and step
+    first_step: int = 0  # with which this run begins, and how many samples the steps before it have consumed
+    consumed: int = 0
     model_cfg: Any = None  # model.ModelConfig
     tokens: Any = None  # data.Tokens, and the validation split's
     val_tokens: Any = None
@@ -56,6 +58,10 @@ class Run:
         rest, seat = divmod(self.rank if rank is None else rank, self.tp * self.cp)
         return Place(*divmod(rest, self.pp), seat)
 
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before `step` consume: its position in the stream, whatever the batch was before."""
+        return self.consumed + (step - self.first_step) * self.cfg.global_batch
+
     def rank_of(self, place: Place) -> int:
         """The rank that stands there."""
         return (place.replica * self.pp + place.stage) * self.tp * self.cp + place.seat
@@ -72,6 +78,8 @@ class Run:
 
     def everyone(self, value: object) -> list:
         """Every rank's value, by rank; collective over the control group."""
+        if self.world_size == 1:
+            return [value]
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
