@@ -1,6 +1,7 @@
 """A run as one rank sees it: who am I, and who are the others."""
 
 import datetime
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,9 +92,15 @@ _made: dict[tuple, dist.ProcessGroup] = {}
 
 
 def destroy_groups() -> None:
-    """The end of a job. A group that lives on until Python ends can abort it: its threads may want Python's lock."""
-    _made.clear()
+    """The end of a job, in one order on all ranks: the latest group first, the world last.
+
+    gloo's threads end with the last reference to their group. Those that live on until Python ends may want its lock
+    then, and abort the process.
+    """
+    while _made:
+        dist.destroy_process_group(_made.popitem()[1])
     dist.destroy_process_group()
+    gc.collect()  # a loader and its iterator refer to each other, and to the run with its groups
 
 
 def make_group(

@@ -417,6 +417,27 @@ def test_an_id_outside_the_vocabulary(tmp_path):
     )
 
 
+ALIVE_AT_EXIT = """
+import atexit
+import {script}
+from pathlib import Path
+from support.start import run_script
+
+atexit.register(lambda: print("alive:", *(p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm"))))
+run_script({script}.main, {script}.predict, {script}.Config, "")
+"""
+
+
+@pytest.mark.parametrize("script", ["train_ddp", "train_pipe"])
+def test_no_group_outlives_a_clean_end(script, toy, tmp_path):
+    """Threads of gloo that are left when Python ends can abort it: once in some sixty runs they did."""
+    (tmp_path / "fork.py").write_text(ALIVE_AT_EXIT.format(script=script))
+    flags = words(toy, tmp_path / "run", workers=1, save_every=2, micro_batch=6)
+    code, out, err = end(begin(2, tmp_path / "fork.py", *flags))
+    alive = [line for line in out.splitlines() if line.startswith("alive:")]
+    assert code == 0 and len(alive) == 2 and "gloo" not in "".join(alive), (alive, err)
+
+
 OUT_OF_MEMORY = """
 import resource
 import train_zero
