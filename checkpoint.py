@@ -57,6 +57,7 @@ from support.run import make_group
 
 FORMAT = 1
 BACKGROUND = "checkpoint"  # name of the thread that writes
+SHARD = r"__\d+_\d+\.distcp"  # a plain name: nothing outside the folder is read
 ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and a DMA engine likes it
 
 
@@ -297,7 +298,7 @@ def read_index(path: Path) -> dict[str, Stored]:
         for key, record in root["storage_data"].items():
             key, place = _state(key, "MetadataIndex"), _state(record, "_StorageInfo")
             name, file = key["fqn"], place["relative_path"]
-            if not re.fullmatch(r"__\d+_\d+\.distcp", file):
+            if not re.fullmatch(SHARD, file):
                 raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
             places[name, size(key["offset"])] = _StorageInfo(file, place["offset"], place["length"])
         index = {}
@@ -370,6 +371,8 @@ def _manifest(path: Path) -> dict:
     files = manifest.get("files") if manifest.get("format") == FORMAT else None
     if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
         raise UserError(f"{path / 'checksums.json'} is no list of checksums of format {FORMAT}")
+    if foreign := [name for name in files if not re.fullmatch(rf"{SHARD}|\.metadata|meta\.json", name)]:
+        raise UserError(f"{path / 'checksums.json'} lists {foreign[0]!r}, which is no file of a checkpoint")
     return manifest
 
 
