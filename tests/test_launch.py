@@ -294,7 +294,7 @@ def test_help_explain_and_finished_runs_exit_with_0(toy, tmp_path):
     for job in (explained, finished):
         code, out, err = end(job)
         assert code == 0, err
-        assert "reduce_scatter" in out
+        assert "exchange" in out
     assert not (tmp_path / "none").exists() and len((tmp_path / "run/log.jsonl").read_text().splitlines()) == 4
 
 
