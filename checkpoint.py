@@ -35,7 +35,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from support.flags import UserError, run_cli
 from support.meter import at
-from support.run import make_group
+from support.run import everywhere, make_group
 
 FORMAT = 1
 BACKGROUND = "checkpoint"  # name of the thread that writes
@@ -482,19 +481,8 @@ class Checkpointer:
             raise UserError(f"ranks {blind} do not see what rank 0 wrote into {self.folder}: {reason}")
 
     def _everywhere(self, work: Callable, only_rank: int | None = None) -> list:
-        """Runs work() on every rank (or one); returns all results by rank. An error on any rank is raised on all."""
-        result, error, is_users = None, None, True
-        if only_rank in (None, self.rank):
-            try:
-                result = work()
-            except Exception as e:  # raised again below, on every rank
-                is_users = isinstance(e, (UserError, OSError))
-                error = f"rank {self.rank}: {e if is_users else traceback.format_exc()}"
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, (result, error, is_users), group=self.group)
-        if errors := [error for _, error, _ in everyone if error]:
-            raise (UserError if all(users for _, _, users in everyone) else RuntimeError)("; ".join(errors))
-        return [result for result, _, _ in everyone]
+        """everywhere() over this checkpointer's group, or on one rank of it."""
+        return everywhere(work, self.group, only_rank in (None, self.rank))
 
     def check_space(self, nbytes: int) -> None:
         """UserError if a checkpoint of nbytes (the whole of it) does not fit on the folder's disk."""
