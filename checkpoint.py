@@ -35,7 +35,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,10 +52,11 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from support.flags import UserError, run_cli
 from support.meter import at
-from support.run import make_group
+from support.run import everywhere, make_group
 
 FORMAT = 1
 BACKGROUND = "checkpoint"  # name of the thread that writes
+SHARD = r"__\d+_\d+\.distcp"  # a plain name: nothing outside the folder is read
 ALIGN = 512  # bytes between boxes in the arena: any dtype may start there, and a DMA engine likes it
 
 
@@ -297,7 +297,7 @@ def read_index(path: Path) -> dict[str, Stored]:
         for key, record in root["storage_data"].items():
             key, place = _state(key, "MetadataIndex"), _state(record, "_StorageInfo")
             name, file = key["fqn"], place["relative_path"]
-            if not re.fullmatch(r"__\d+_\d+\.distcp", file):
+            if not re.fullmatch(SHARD, file):
                 raise ValueError(f"entry {name!r} lies in {file!r}, only plain __RANK_0.distcp files are read")
             places[name, size(key["offset"])] = _StorageInfo(file, place["offset"], place["length"])
         index = {}
@@ -370,6 +370,8 @@ def _manifest(path: Path) -> dict:
     files = manifest.get("files") if manifest.get("format") == FORMAT else None
     if not isinstance(files, dict) or not all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()):
         raise UserError(f"{path / 'checksums.json'} is no list of checksums of format {FORMAT}")
+    if foreign := [name for name in files if not re.fullmatch(rf"{SHARD}|\.metadata|meta\.json", name)]:
+        raise UserError(f"{path / 'checksums.json'} lists {foreign[0]!r}, which is no file of a checkpoint")
     return manifest
 
 
@@ -479,19 +481,8 @@ class Checkpointer:
             raise UserError(f"ranks {blind} do not see what rank 0 wrote into {self.folder}: {reason}")
 
     def _everywhere(self, work: Callable, only_rank: int | None = None) -> list:
-        """Runs work() on every rank (or one); returns all results by rank. An error on any rank is raised on all."""
-        result, error, is_users = None, None, True
-        if only_rank in (None, self.rank):
-            try:
-                result = work()
-            except Exception as e:  # raised again below, on every rank
-                is_users = isinstance(e, (UserError, OSError))
-                error = f"rank {self.rank}: {e if is_users else traceback.format_exc()}"
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, (result, error, is_users), group=self.group)
-        if errors := [error for _, error, _ in everyone if error]:
-            raise (UserError if all(users for _, _, users in everyone) else RuntimeError)("; ".join(errors))
-        return [result for result, _, _ in everyone]
+        """everywhere() over this checkpointer's group, or on one rank of it."""
+        return everywhere(work, self.group, only_rank in (None, self.rank))
 
     def check_space(self, nbytes: int) -> None:
         """UserError if a checkpoint of nbytes (the whole of it) does not fit on the folder's disk."""

@@ -84,7 +84,7 @@ class Batches:
         self.run, cfg = run, run.cfg
         self.accum = accumulation(cfg.global_batch, cfg.micro_batch, run.dp)
         self.n_windows = run.tokens.n_windows(cfg.seq_len)
-        self.read = 0  # hash sum of what was handed out since the last proof()
+        self.read = self.proved = 0  # hash sums of what was handed out since the last proof(), and before it
         loader = torch.utils.data.DataLoader(
             self,
             batch_size=None,
@@ -145,26 +145,31 @@ class Batches:
 
     def proof(self) -> int:
         """Hash sum, modulo 2^32, of the windows that next() has handed out since the last call."""
-        read, self.read = self.read % (1 << 32), 0
-        return read
+        self.proved, self.read = self.read % (1 << 32), 0
+        return self.proved
 
     def check(self, step: int, total: float) -> int:
         """Compare the sum of all ranks' proof() with what step `step` must give.
 
-        Returns the hash sum of the step's batch, which is the same under every layout. UserError if total is not that
-        times the ranks that read each sample.
+        Returns the hash sum of the step's batch, which is the same under every layout. If total is not that times the
+        ranks that read each sample, which all ranks see alike, they tell their own sums: UserError names who misread.
         """
         run, cfg = self.run, self.run.cfg
-        batch = hash_sum(stream_windows(cfg.seed, run.samples_before(step), cfg.global_batch, self.n_windows))
+
+        def right_sum(first: int, count: int) -> int:
+            return hash_sum(stream_windows(cfg.seed, run.samples_before(step) + first, count, self.n_windows))
+
+        batch = right_sum(0, cfg.global_batch)
         found, right = int(total) % (1 << 32), batch * run.pp * run.tp * run.cp % (1 << 32)
         if found != right:
             names = ("global_batch", "micro_batch", "seq_len", "seed")
             flags = " ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in names)
             show = f"python data.py show {shlex.quote(cfg.data)} --step {step} --world {run.dp} {flags}"
-            sums = f"their hashes sum to {found}, not {right}"
-            raise UserError(
-                f"step {step}: the ranks did not read its windows once each: {sums}; who reads what: {show}"
-            )
+            share = cfg.global_batch // run.dp
+            rights = [right_sum(run.place(rank).replica * share, share) for rank in range(run.world_size)]
+            wrong = [rank for rank, read in enumerate(run.everyone(self.proved)) if read != rights[rank]]
+            what = f"ranks {wrong} did not read their windows" if wrong else "all read theirs, but their sum went wrong"
+            raise UserError(f"step {step}: {what}: the hashes sum to {found}, not {right}; who reads what: {show}")
         return batch
 
     def close(self) -> None:
@@ -225,7 +230,7 @@ def show(
         raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
     cfg = Config(data=path, global_batch=global_batch, micro_batch=micro_batch, seq_len=seq_len, seed=seed)
     cfg.steps, cfg.workers, cfg.vocab_size = step + 1, 0, 1 << 32
-    tokens, samples, total = open_tokens(path), [], 0
+    tokens, samples = open_tokens(path), []
     if text:
         from support.prepare import load_tokenizer
 
@@ -235,7 +240,8 @@ def show(
         x, _, mine = (torch.cat(parts) for parts in zip(*(loader.next() for _ in range(loader.accum))))
         windows = stream_windows(seed, int(mine[0]), len(mine), loader.n_windows)
         samples += mine.tolist()
-        total += loader.proof()
+        if loader.proof() != hash_sum(windows):
+            raise UserError(f"rank {rank} did not read the windows {' '.join(map(str, windows))}")
         print(f"rank {rank}: samples {mine[0]}-{mine[-1]}, windows {' '.join(map(str, windows))}")
         for w, ids in zip(windows, x) if text else ():
             shard, position = tokens.locate(int(w) * seq_len)
@@ -243,7 +249,6 @@ def show(
     first, last = step * global_batch, (step + 1) * global_batch - 1
     if samples != list(range(first, last + 1)):
         raise UserError(f"the ranks read samples {samples}, not {first}-{last} once each")
-    loader.check(step, total)
     a, b = first // loader.n_windows, last // loader.n_windows
     epochs = f"epoch {a}" + (f"-{b}" if b > a else "")
     print(f"disjoint: {len(samples)} samples, each read by one rank; {epochs} of {loader.n_windows} windows")

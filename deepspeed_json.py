@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 train_zero.py --deepspeed examples/ds_zero2_offload.json
     python deepspeed_json.py examples/ds_zero2_offload.json --dp 2      # the flags it becomes, the keys ignored and why
 
-A key is in one of the three lists below; for an unknown one the nearest name is told. "auto", which Hugging Face's
+A key is in one of the two lists below; for an unknown one the nearest name is told. "auto", which Hugging Face's
 Trainer fills in, means our default; null means absent. JSON is strict: no comments, no key twice, 8.0 is not a count.
 Where the file is silent, precision and stage are DeepSpeed's (float32, stage 0, no offload), as are the other fields of
 a section that is there; anything else is left to the flags. A flag beside the file may add to it, not contradict it.
@@ -15,28 +15,22 @@ third, one alone means accumulation 1, accumulation alone says nothing. Keys: ht
 import argparse
 import difflib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-from support.flags import UserError, run_cli
+from support.flags import UserError, flag_name, run_cli
 
 AUTO = "auto"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-ADAM, SCHEDULE, ZERO = "optimizer.params.", "scheduler.params.", "zero_optimization."
-
-
-def below_1(v: object) -> bool:
-    return type(v) in (int, float) and 0 <= v < 1
-
+ADAM, ZERO = "optimizer.params.", "zero_optimization."
 
 KINDS = {  # kind -> (what is allowed, test); type() and not isinstance(): true is no number
     "count": ("a whole number, 1 or more", lambda v: type(v) is int and v >= 1),
-    "power": ("a whole number from 0 to 126", lambda v: type(v) is int and 0 <= v <= 126),
     "number": ("a number, 0 or more", lambda v: type(v) in (int, float) and 0 <= v < 1e300),
     "positive": ("a number above 0", lambda v: type(v) in (int, float) and 0 < v < 1e300),
-    "betas": ("two numbers from 0 to below 1", lambda v: type(v) is list and len(v) == 2 and all(map(below_1, v))),
+    "betas": ("two numbers", lambda v: type(v) is list and [type(beta) in (int, float) for beta in v] == [True, True]),
     "section": ("an object {...}", lambda v: type(v) is dict),
-    "off": ("false, {} or enabled: false", lambda v: not v or type(v) is dict and v.get("enabled") is False),
+    "off": ('false or {} or {"enabled": false}', lambda v: v in (False, {}, {"enabled": False})),
+    "any": ("any", lambda v: True),
 }
 USED = {  # key -> (kind, or the values allowed; the flag it becomes; DeepSpeed's default where its section is there)
     BATCH[0]: ("count", "global_batch", None),
@@ -49,7 +43,7 @@ USED = {  # key -> (kind, or the values allowed; the flag it becomes; DeepSpeed'
     "bf16.enabled": ("true or false", "", None),  # this and the next are --dtype
     "fp16.enabled": ("true or false", "", None),
     "fp16.loss_scale": ("number", "loss_scale", 0.0),
-    "fp16.initial_scale_power": ("power", "scale_power", 16),
+    "fp16.initial_scale_power": ("count", "scale_power", 16),
     "fp16.loss_scale_window": ("count", "scale_window", 1000),
     "fp16.hysteresis": ("count", "scale_hysteresis", 2),
     "fp16.min_loss_scale": ("positive", "scale_min", 1.0),
@@ -58,88 +52,51 @@ USED = {  # key -> (kind, or the values allowed; the flag it becomes; DeepSpeed'
     ADAM + "betas": ("betas", "beta1 beta2", [0.9, 0.999]),
     ADAM + "eps": ("positive", "eps", 1e-8),
     ADAM + "weight_decay": ("number", "weight_decay", 0.0),
-    "scheduler.type": ('"WarmupCosineLR" or "WarmupLR"', "", None),
-    SCHEDULE + "warmup_type": ('"linear"', "", None),  # the default there is "log"
-    SCHEDULE + "warmup_num_steps": ("count", "warmup_steps", 1000),
-    SCHEDULE + "warmup_max_lr": ("positive", "lr", None),  # of WarmupLR alone; beats the optimizer's, as there
-    SCHEDULE + "total_num_steps": ("count", "steps", None),  # of WarmupCosineLR alone, like the next
-    SCHEDULE + "cos_min_ratio": ("number", "", None),  # --min-lr, as a share of --lr
 }
-
-# Keys stand behind their section, which ends in a dot. No number depends on these: their values are not looked at.
-IGNORED = """
-there is one AdamW, sums are in float32 | zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients
-    gradient_predivide_factor sparse_gradients bf16. check_grad_overflow immediate_grad_update optimizer. legacy_fusion
-    optimizer.params. torch_adam fused foreach capturable differentiable set_grad_none
-log.jsonl has every step | steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler timers wandb
-    tensorboard csv_monitor comet monitor_config comms_logger log_level
-see --recompute, --save-every, --compile, --explain | activation_checkpointing checkpoint compile autotuning
-checkpoints hold float32 for any layout; export.py | nebula datastates_ckpt zero_optimization. load_from_fp32_weights
-    elastic_checkpoint pipeline_loading_checkpoint gather_16bit_weights_on_model_save
+# What sets no flag: reason | values allowed, "any" where no number depends on it | keys, behind their section
+OTHERS = """
+there is one AdamW, sums are in float32 | any | zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    prescale_gradients gradient_predivide_factor sparse_gradients fp16. auto_cast optimizer.params. torch_adam fused
+log.jsonl has every step | any | steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler wandb
+    tensorboard csv_monitor comms_logger
+see --recompute, --save-every, --compile, --explain | any | activation_checkpointing checkpoint compile autotuning
+checkpoints hold float32 for any layout; export.py | any | zero_optimization. load_from_fp32_weights elastic_checkpoint
     stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-concerns what is not here | pipeline disable_allgather graph_harvesting vocabulary_size dataloader_drop_last
-    use_data_before_expert_parallelism seq_parallel_communication_data_type seq_parallel_comm_data_type
-    fp16. auto_cast fused_mode zero_optimization. parameter_alignment mics_hierarchical_params_gather
-    save_muon_momentum_buffer_in_memory log_trace_cache_warnings enable_sanity_checks ignore_unused_parameters
-a block is a bucket, sent while another computes | zero_optimization. reduce_bucket_size allgather_bucket_size
-    overlap_comm contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce legacy_stage1
-    round_robin_gradients sub_group_size override_module_apply leaf_module memory_efficient_linear prefetch_bucket_size
-    max_live_parameters max_reuse_distance param_persistence_threshold model_persistence_threshold
+concerns what is not here | any | pipeline aio dataloader_drop_last zero_optimization. ignore_unused_parameters
+a block is a bucket, sent while another computes | any | zero_optimization. reduce_bucket_size allgather_bucket_size
+    overlap_comm contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients sub_group_size
     stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold
-    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_partition_stream_chunk_size
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-host memory is pinned, NVMe is not used | aio zero_optimization. cpu_offload_use_pin_memory
-    zero_optimization.offload_param. pin_memory nvme_path buffer_count buffer_size max_in_cpu
-    zero_optimization.offload_optimizer. pin_memory nvme_path buffer_count buffer_size fast_init pipeline pipeline_read
-    pipeline_write super_offload convert_grad_on_cpu cpuadam_cores_perc
-"""
-# The run would be another one, except with the values in front, which say what is done here.
-REFUSED = """
+host memory is pinned | any | zero_optimization.offload_param. pin_memory
+    zero_optimization.offload_optimizer. pin_memory buffer_count fast_init
 use bf16 or fp16 | off | amp torch_autocast
+the schedule is --steps, --warmup-steps and --min-lr | off | scheduler
 train_tp.py splits layers | off | tensor_parallel
 any number of ranks gives the same batches | off | elasticity curriculum_learning data_efficiency
-there is nothing like it here | off | compression_training quantize_training weight_quantization sparse_attention
-    eigenvalue progressive_layer_drop hybrid_engine expert_parallel zero_optimization. zeropp_loco_param zenflow
-the loss is a mean | "mean" | gradient_allreduce_op
-the loop is the script's | true | managed_gradient_accumulation
-AdamW corrects the bias and keeps decay out of the loss | true | optimizer.params. bias_correction adam_w_mode
-it is AdamW | false | optimizer.params. amsgrad maximize
-write gradient_clipping, beside optimizer | 0 or 0.0 | optimizer.params. max_grad_norm
-warm-up starts at 0 | 0 or 0.0 | scheduler.params. warmup_min_lr warmup_min_ratio
-the step comes from the checkpoint | -1 | scheduler.params. last_batch_iteration
-it is refilled when the scale doubles | false | fp16. consecutive_hysteresis
-masters, moments and sums are float32 | false | fp16. fp16_master_weights_and_grads
-    bf16. bf16_master_weights_and_grads bf16_optimizer_states
-fp16 and bf16 say it, sums are float32 | "fp32" | data_types. grad_accum_dtype param_dtype buffer_dtype
-write "offload_optimizer": {"device": "cpu"} | false | zero_optimization. cpu_offload
-weights stay on the GPU; stage 3 shards them | false | zero_optimization. cpu_offload_param
+there is nothing like it here | off | compression_training sparse_attention progressive_layer_drop
 weights stay on the GPU; stage 3 shards them | "none" | zero_optimization.offload_param. device
+write "offload_optimizer": {"device": "cpu"} | false | zero_optimization. cpu_offload
 all of the optimizer state moves | 1 or 1.0 | zero_optimization.offload_optimizer. ratio
 weights are sharded over all ranks | 0 or 1 | zero_optimization. zero_hpz_partition_size
-weights are sharded over all ranks | -1 | zero_optimization. mics_shard_size
 nothing is quantized | false | zero_optimization. zero_quantized_weights zero_quantized_gradients
-    zero_quantized_nontrainable_weights
+AdamW corrects the bias and keeps decay out of the loss | true | optimizer.params. bias_correction adam_w_mode
+it is refilled when the scale doubles | false | fp16. consecutive_hysteresis
+masters, moments and sums are float32 | false | fp16. fp16_master_weights_and_grads
 """
-
-
-def rows(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Of a list above: key, the columns before it."""
-    for line in text.replace("\n    ", " ").strip().splitlines():
-        *columns, words = line.split(" | ")
-        section = ""
-        for word in words.split():
-            if word.endswith("."):
-                section = word
-            else:
-                yield section + word, columns
-
-
-RULES = {key: ("", kind) for key, (kind, _, _) in USED.items()} | dict(rows(REFUSED))  # key -> (why, kind)
+RULES = {key: ("", kind) for key, (kind, _, _) in USED.items()}  # key -> (why, kind or the values allowed)
+for line in OTHERS.replace("\n    ", " ").strip().splitlines():
+    why, kind, words = line.split(" | ")
+    section = ""
+    for word in words.split():
+        if word.endswith("."):
+            section = word
+        else:
+            RULES[section + word] = why, kind
 RULES |= {key.rpartition(".")[0]: ("", "section") for key in RULES if "." in key}
-RULES |= {key: (why, "ignored") for key, (why,) in rows(IGNORED)}
 
 
 def load(path: str) -> dict:
+    """The file's object. Raises UserError."""
+
     def once(pairs: list) -> dict:
         names = [name for name, _ in pairs]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -160,23 +117,21 @@ def account(path: str, tree: dict, section: str = "") -> tuple[dict[str, object]
     """Check every key -> (path of a key in USED: its value, or "auto"; a line for each key that sets no flag)."""
     used, notes = {}, []
     for name in sorted(tree, key="params".__eq__):  # params last: a type that is refused explains them
-        key, value = "bf16" if section + name == "bfloat16" else section + name, tree[name]  # the older name
+        key, value = section + name, tree[name]
         if key not in RULES:
-            known = {key.rpartition(".")[2]: key for key in RULES}
-            here = {n: section + n for n in known if section + n in RULES}
-            near = difflib.get_close_matches(name, here, 1, 0.7) or difflib.get_close_matches(name, known, 1, 0.8)
-            hint = f"did you mean {(known | here)[near[0]]}?" if near else f"allowed there are {', '.join(here)}"
+            here = {n.removeprefix(section): n for n in RULES if n.rpartition(".")[0] == section.rstrip(".")}
+            known = {n.rpartition(".")[2]: n for n in RULES} | here
+            near = difflib.get_close_matches(name, known, 1, 0.75)
+            hint = f"did you mean {known[near[0]]}?" if near else f"allowed there are {', '.join(here)}"
             raise UserError(f"{path}: unknown key {key}; {hint}")
         why, kind = RULES[key]
         allowed, test = KINDS.get(kind, (kind, lambda v, kind=kind: json.dumps(v) in kind.split(" or ")))
-        if kind == "ignored":
-            notes.append(f"{key} ignored: {why}")
-        elif value == AUTO and kind not in ("section", "off"):
+        if value == AUTO and kind not in ("section", "any"):
             notes.append(f"{key} is auto: our default")
         elif value is not None and not test(value):
             raise UserError(f"{path}: {key} is {json.dumps(value):.60}; allowed is {allowed}{why and ': ' + why}")
-        elif kind == "off":
-            notes.append(f"{key} is off, as here")
+        elif why:
+            notes.append(f"{key} ignored: {why}")
         elif kind == "section":
             inner = account(path, value or {}, f"{key}.")
             used, notes = used | inner[0], notes + inner[1]
@@ -215,16 +170,11 @@ def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[d
     """
     used, notes = account(path, load(path))
     there = {key.partition(".")[0] for key in used} | {"zero_optimization"}
-    for key in ("optimizer.type", "scheduler.type", SCHEDULE + "warmup_type"):
-        if key.partition(".")[0] in there and key not in used:
-            raise UserError(f"{path}: {key} is missing; allowed is {USED[key][0]}")
-    cosine = used.get("scheduler.type") == "WarmupCosineLR"
-    for name in ("warmup_max_lr",) if cosine else ("total_num_steps", "cos_min_ratio"):
-        if SCHEDULE + name in used:
-            raise UserError(f"{path}: {SCHEDULE}{name} is no parameter of {used['scheduler.type']}")
+    if "optimizer" in there and "optimizer.type" not in used:
+        raise UserError(f"{path}: optimizer.type is missing; allowed is {USED['optimizer.type'][0]}")
     said = {}  # flag -> (value, the key that says so; "" where it is DeepSpeed's default)
-    fp16, bf16 = used.get("fp16.enabled", False), used.get("bf16.enabled", False)
-    if fp16 is True and bf16 is True:
+    fp16, bf16 = (used.get(f"{name}.enabled", False) for name in ("fp16", "bf16"))
+    if fp16 is bf16 is True:
         raise UserError(f"{path}: fp16.enabled and bf16.enabled are both true; allowed is one of them")
     if True in (fp16, bf16):
         said["dtype"] = ("float16", "fp16.enabled") if fp16 is True else ("bfloat16", "bf16.enabled")
@@ -241,19 +191,11 @@ def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[d
                 said[flag] = ("optimizer" if v == "cpu" else v, key if key in used else "")
     for flag, value in complete_batch(path, used, dp, given).items():
         said.setdefault(flag, (value, "its batch"))
-    ratio = used.get(SCHEDULE + "cos_min_ratio", 1e-4) if cosine else 1.0
-    if "scheduler" in there and ratio != AUTO:  # a constant rate is a cosine that ends where it begins
-        lr = given.get("lr") or said.get("lr", (None,))[0]
-        if lr is None:
-            raise UserError(f"{path}: scheduler.type ends at a fraction of the peak, which is missing; give --lr")
-        said["min_lr"] = (lr * ratio, "scheduler.type")
-        notes.append("scheduler: the same curve, but for a warm-up that is two steps ahead")
     for flag, (value, key) in said.items():
         if key and given.get(flag, value) != value:
-            ours = f"--{flag.replace('_', '-')} {value}"
+            ours = f"{flag_name(flag)} {value}"
             raise UserError(f"{path}: {key} means {ours}, the command line says {given[flag]}; leave out one of them")
-    missing = [key for key in ("gradient_clipping", "optimizer", "scheduler") if key not in there]
-    notes += [f"{key} is not in the file: left to the flags" for key in missing]
+    notes += [f"{key} is not in the file: left to the flags" for key in {"gradient_clipping", "optimizer"} - there]
     return {flag: given.get(flag, value) for flag, (value, _) in said.items()}, notes
 
 
@@ -265,7 +207,7 @@ def main() -> None:
     if args.dp < 1:
         raise UserError(f"--dp {args.dp}: allowed is 1 or more")
     flags, notes = read_deepspeed(args.file, args.dp)
-    print(" ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items()), *notes, sep="\n")
+    print(" ".join(f"{flag_name(flag)} {value}" for flag, value in flags.items()), *notes, sep="\n")
 
 
 if __name__ == "__main__":

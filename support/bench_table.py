@@ -69,12 +69,12 @@ def plan(flags: list[str]) -> None:
     cells = [(name, 1) for name in BASELINES if 1 in counts]  # what efficiency is measured against comes first
     cells += [(name, n) for tier in TIERS for n in counts for name in tier.split() if name in wanted and n > 1]
 
-    results = Path("docs/results" if cards else out)
-    path = f"scaling-{Path(model).stem}-{batch}-{hardware.lower().replace(' ', '-')}"
-    path = results / (path + f"-{zlib.crc32(shlex.join(flags).encode())}" * bool(flags) + ".json")
+    results, name = Path("docs/results" if cards else out), Path(model).stem
+    with_flags = f"-{zlib.crc32(shlex.join(flags).encode())}" * bool(flags)
+    path = results / f"scaling-{name}-{batch}-{hardware.lower().replace(' ', '-')}{with_flags}.json"
     for folder in (results, Path(out)):
         folder.mkdir(parents=True, exist_ok=True)
-    print(path, "docs/scaling.png" if cards else results / "scaling.png", f"{out}/{Path(model).stem}", sep="\t")
+    print(path, "docs/scaling.png" if cards else results / "scaling.png", f"{out}/{name}", sep="\t")
     if not cards:
         print("no GPU: these figures mean nothing about speed, they only show that every cell runs", file=sys.stderr)
     done = [row["command"] for row in read_rows(path)]
@@ -119,25 +119,24 @@ def add_row(path: str, strategy: str, gpus: int, out: str, command: str) -> None
     steps = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
     rows = steps[WARM_UP:] or sys.exit(f"{out}/log.jsonl has {len(steps)} steps, more than {WARM_UP} are needed")
     ms = [row["step_ms"] for row in rows]
-    tok_s = rows[0]["tokens"] / statistics.median(ms) * 1e3
+    step_ms = statistics.median(ms)
+    tok_s = rows[0]["tokens"] / step_ms * 1e3
     model_parallel = math.prod((cfg[key] or gpus) for key in ("tp", "pp", "cp") if key in cfg)  # 0: all ranks
     row = {key: cfg[key] for key in ("model", "global_batch", "seq_len", "micro_batch", "dtype")}
+    row |= {key: facts[key] for key in ("hardware", "torch", "commit", "date")}
     row |= {"strategy": strategy, "gpus": gpus, "command": command, "steps": len(steps)}
+    row |= {"accum": cfg["global_batch"] * model_parallel // (cfg["micro_batch"] * gpus)}
     row |= {
-        "accum": cfg["global_batch"] * model_parallel // (cfg["micro_batch"] * gpus),
         "tok_s": tok_s,
         "tok_s_gpu": tok_s / gpus,
-        "mfu": statistics.median(row["mfu"] for row in rows) if rows[0]["mfu"] else None,
-        "peak_gb": max(row["peak_gb"] for row in steps),
-        "step_ms": statistics.median(ms),
+        "step_ms": step_ms,
         "step_ms_min": min(ms),
         "step_ms_max": max(ms),
-        "exposed_comm": sum(row["communication_ms"] for row in rows) / sum(ms),
-        "bubble": sum(row["bubble_ms"] for row in rows) / sum(ms),
-        "data_wait": sum(row["data_ms"] for row in rows) / sum(ms),
-        "final_loss": steps[-1]["loss"],
     }
-    row |= {key: facts[key] for key in ("hardware", "torch", "commit", "date")}
+    row["mfu"] = statistics.median(row["mfu"] for row in rows) if rows[0]["mfu"] else None
+    for name, part in (("exposed_comm", "communication"), ("bubble", "bubble"), ("data_wait", "data")):
+        row[name] = sum(row[f"{part}_ms"] for row in rows) / sum(ms)
+    row |= {"peak_gb": max(row["peak_gb"] for row in steps), "final_loss": steps[-1]["loss"]}
     kept = [other for other in read_rows(path) if other["command"] != command]
     temporary = Path(path).with_suffix(".tmp")
     temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in [*kept, row]) + "\n]\n")
@@ -175,17 +174,16 @@ def print_table(path: str) -> None:
     one_gpu = one.get("single") or max(one.values(), default=None)
     baselines = ["single"] if "single" in one else list(one)
     lines = [["GPUs", "strategy", "micro x accum", "tok/s", "tok/s/GPU", *(f"vs {BASELINES[b]}" for b in baselines)]]
-    lines[0] += ["per added GPU", "MFU", "peak GB", "step ms (min-max)", "exposed comm", "bubble", "data wait"]
-    lines[0] += ["final loss"]
+    lines[0] += "per added GPU,MFU,peak GB,step ms (min-max),exposed comm,bubble,data wait,final loss".split(",")
     for r in rows:
         before = [other for other in rows if other["strategy"] in (r["strategy"], "single")]
         added = per_added_gpu(r, before, one_gpu) if one_gpu else None
-        lines.append([str(r["gpus"]), r["strategy"], f"{r['micro_batch']} x {r['accum']}", f"{r['tok_s']:,.0f}"])
-        lines[-1] += [f"{r['tok_s_gpu']:,.0f}", *(f"{r['tok_s_gpu'] / one[name]:.1%}" for name in baselines)]
-        lines[-1] += ["-" if share is None else f"{share:.1%}" for share in (added, r["mfu"])]
-        lines[-1] += [f"{r['peak_gb']:.1f}", f"{r['step_ms']:.0f} ({r['step_ms_min']:.0f}-{r['step_ms_max']:.0f})"]
-        lines[-1] += [f"{r[key]:.1%}" for key in ("exposed_comm", "bubble", "data_wait")]
-        lines[-1] += [f"{r['final_loss']:.4f}" if r["strategy"] != "compute-only" else "-"]
+        shares = [*(r["tok_s_gpu"] / one[name] for name in baselines), added, r["mfu"]]
+        cells = [str(r["gpus"]), r["strategy"], f"{r['micro_batch']} x {r['accum']}"]
+        cells += [f"{r['tok_s']:,.0f}", f"{r['tok_s_gpu']:,.0f}", *("-" if s is None else f"{s:.1%}" for s in shares)]
+        cells += [f"{r['peak_gb']:.1f}", f"{r['step_ms']:.0f} ({r['step_ms_min']:.0f}-{r['step_ms_max']:.0f})"]
+        cells += [f"{r[key]:.1%}" for key in ("exposed_comm", "bubble", "data_wait")]
+        lines.append([*cells, f"{r['final_loss']:.4f}" if r["strategy"] != "compute-only" else "-"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     print("\n".join("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths)) + " |" for line in lines))
@@ -231,11 +229,9 @@ def compute_only(cfg, group=None) -> list[dict]:
     from support.meter import Meter, at
     from support.start import own_folder, start
 
-    if cfg.explain:
-        raise UserError("compute-only has nothing to explain: --explain is for the training scripts")
     run = start(cfg, __file__, group)
-    own_folder(run)
     cfg = run.cfg
+    own_folder(run)
     model = GPT(run.model_cfg, cfg.recompute)
     for name, param in params(run.model_cfg).items():
         weight = torch.empty(param.shape, dtype=run.dtype, device=run.device)
@@ -244,8 +240,7 @@ def compute_only(cfg, group=None) -> list[dict]:
     model.set_buffers(run.dtype, run.device)
     if cfg.compile:
         model.compile_blocks()
-    shape = (cfg.micro_batch, cfg.seq_len)
-    x = torch.arange(math.prod(shape), device=run.device).view(shape) % cfg.vocab_size
+    x = torch.randint(cfg.vocab_size, (cfg.micro_batch, cfg.seq_len), device=run.device)
     with Meter(run, flops_per_token(run.model_cfg)) as meter:
         for step in range(cfg.steps):
             for _ in range(run.accum):

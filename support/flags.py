@@ -24,9 +24,7 @@ class UserError(Exception):
 class Config:
     """The flags all training scripts share; a script's own Config adds its few. The comment of a field is its help."""
 
-    model: str = (
-        ""  # a size (see model.py) or a JSON file, ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
-    )
+    model: str = ""  # a size, or a JSON file: ours or a Hugging Face Llama config [tiny on CPU, 124m on GPU]
     vocab_size: int = 0  # token ids the model knows [the size's; tiny: the data's]
     seq_len: int = 0  # tokens per sequence [the size's]
     global_batch: int = 0  # sequences per step over all ranks; accumulation follows from it [by size]
@@ -40,17 +38,13 @@ class Config:
     beta2: float = 0.95  # AdamW's average of squared gradients
     eps: float = 1e-8  # AdamW's guard against division by zero
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    dropout: float | None = (
-        None  # probability of zeroing a channel of what embedding and block halves add [the model's]
-    )
+    dropout: float | None = None  # probability of zeroing a channel of what is added to the residual [the model's]
     dtype: Literal["", "float64", "float32", "bfloat16", "float16"] = (
         ""  # of compute; fp32, bf16, fp16 are understood [bfloat16 where the GPU has it, else float16; float32 on CPU]
     )
     loss_scale: float = 0.0  # float16: constant factor on the loss; 0: dynamic
     seed: int = 1337  # of weights, order of the data and dropout
-    data: str = (
-        ""  # prepared folder or token file (see data.py) [the Python standard library's sources, prepared on first use]
-    )
+    data: str = ""  # prepared folder or token file (see data.py) [the Python standard library's sources]
     workers: int | None = None  # loader processes per rank; 0: load in the training process [1 on GPU, 0 on CPU]
     out: str = ""  # run folder: config, log, checkpoints [runs/SCRIPT-DATE]
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
@@ -60,21 +54,15 @@ class Config:
     eval_windows: int = 256  # validation sequences scored, the same first ones each time; 0: all
     resume: str = "auto"  # auto: go on from the newest checkpoint in a given --out; never; or a checkpoint's path
     init_from: str = ""  # start a new run from the weights of a checkpoint or a Hugging Face Llama folder
-    recompute: Literal["none", "selective", "full"] = (
-        "none"  # activation checkpointing: compute again in backward instead of keeping
-    )
+    recompute: Literal["none", "selective", "full"] = "none"  # activation checkpointing: again in backward, not kept
     compile: bool | None = None  # torch.compile each block [on GPU only]
     hang_timeout: int = 600  # seconds a rank may wait for another before the job ends
     log_every: int = 10  # steps between lines on the screen; log.jsonl has every step
     check_collectives: bool = False  # debug: before each collective, compare across ranks what is called (slow)
     deterministic: bool = False  # bit-equal repeats on a GPU, slower
     tie: bool | None = None  # share the embedding with the output head [the size's]
-    wire: Literal["fp32", "bf16"] = (
-        "fp32"  # dtype in which gradients travel (ZeRO-2 and 3 send them as computed and sum in fp32)
-    )
-    overlap: bool = (
-        True  # communicate while there is compute to hide it behind; off: wait at once (but for a pipeline's messages)
-    )
+    wire: Literal["fp32", "bf16"] = "fp32"  # dtype in which gradients travel (ZeRO-2 and 3: the compute dtype)
+    overlap: bool = True  # communicate while there is compute to hide it behind; off: wait at once, but for pipelines
     profile: bool = False  # write a torch profiler trace of the fifth step into the run folder
     explain: bool = False  # print memory, collectives and batch arithmetic of this run, then exit
 
@@ -84,42 +72,34 @@ class Config:
     scale_power, scale_window, scale_hysteresis, scale_min = 16, 1000, 1, 1.0
 
 
-ELSEWHERE = {  # what other tools call it -> what does it here
-    "gradient-accumulation-steps": "--global-batch (accumulation follows from it and --micro-batch)",
-    "batch-size": "--global-batch (sequences per step over all ranks) and --micro-batch (per pass)",
-    "train-batch-size": "--global-batch",
-    "per-device-train-batch-size": "--micro-batch",
-    "micro-batch-size": "--micro-batch",
-    "global-batch-size": "--global-batch",
-    "bf16": "--dtype bfloat16",
-    "fp16": "--dtype float16",
-    "mixed-precision": "--dtype",
-    "gradient-checkpointing": "--recompute full",
-    "activation-checkpointing": "--recompute full",
-    "num-workers": "--workers",
-    "learning-rate": "--lr",
-    "max-steps": "--steps",
-    "max-iters": "--steps",
-    "train-iters": "--steps",
-    "block-size": "--seq-len",
-    "seq-length": "--seq-len",
-    "grad-clip": "--clip",
-    "max-grad-norm": "--clip",
-    "clip-grad": "--clip",
-    "warmup-iters": "--warmup-steps",
-    "output-dir": "--out",
-    "dataset": "--data",
-    "data-path": "--data",
-    "save-interval": "--save-every",
-    "eval-interval": "--eval-every",
-    "log-interval": "--log-every",
-    "zero-stage": "--stage (train_zero.py)",
-    "deepspeed-config": "--deepspeed (train_zero.py)",
-    "tensor-model-parallel-size": "--tp (train_tp.py)",
-    "pipeline-model-parallel-size": "--pp (train_pipe.py)",
-    "resume-from-checkpoint": "--resume",
-    "local-rank": "nothing: torchrun sets LOCAL_RANK",
+OTHER_NAMES = {  # what does it here -> what other tools call it
+    "--global-batch (accumulation follows from it and --micro-batch)": "gradient-accumulation-steps",
+    "--global-batch (sequences per step over all ranks) and --micro-batch (per pass)": "batch-size",
+    "--global-batch": "train-batch-size global-batch-size",
+    "--micro-batch": "per-device-train-batch-size micro-batch-size",
+    "--dtype bfloat16": "bf16",
+    "--dtype float16": "fp16",
+    "--dtype": "mixed-precision",
+    "--recompute full": "gradient-checkpointing activation-checkpointing",
+    "--workers": "num-workers",
+    "--lr": "learning-rate",
+    "--steps": "max-steps max-iters train-iters",
+    "--seq-len": "block-size seq-length",
+    "--clip": "grad-clip max-grad-norm clip-grad",
+    "--warmup-steps": "warmup-iters",
+    "--out": "output-dir",
+    "--data": "dataset data-path",
+    "--save-every": "save-interval",
+    "--eval-every": "eval-interval",
+    "--log-every": "log-interval",
+    "--stage (train_zero.py)": "zero-stage",
+    "--deepspeed (train_zero.py)": "deepspeed-config",
+    "--tp (train_tp.py)": "tensor-model-parallel-size",
+    "--pp (train_pipe.py)": "pipeline-model-parallel-size",
+    "--resume": "resume-from-checkpoint",
+    "nothing: torchrun sets LOCAL_RANK": "local-rank",
 }
+ELSEWHERE = {name: here for here, names in OTHER_NAMES.items() for name in names.split()}
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -136,9 +116,8 @@ def field_help(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            # [^#]: a field may be broken over several lines, the comment is behind its last one or inside its bracket
-            for match in re.finditer(r"^    (\w+): [^#]*?  # (.*)$", inspect.getsource(base), re.M):
-                found[match[1]] = match[2]
+            # [^#]: a field may be broken over several lines
+            found |= dict(re.findall(r"^    (\w+): [^#]*?  # (.*)$", inspect.getsource(base), re.M))
     return found
 
 
@@ -148,7 +127,7 @@ def parse_flags(cls: type, argv: list[str]):
     Its attribute `given` names the fields that were set, to tell --stage 2 from a default of 2. Raises UserError for
     unknown names (with the nearest, or what does it here), and for values of the wrong kind.
     """
-    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(cls)}
+    fields = {flag_name(f.name)[2:]: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, object] = {}
     rest = list(argv)
@@ -166,7 +145,8 @@ def parse_flags(cls: type, argv: list[str]):
             raise UserError(f"unknown flag --{name}: {hint}")
         if hints[field.name] in (bool, bool | None):
             if equals:
-                raise UserError(f"--{name} takes no value; write --{field.name} or --no-{field.name}".replace("_", "-"))
+                on = flag_name(field.name)
+                raise UserError(f"--{name} takes no value; write {on} or --no-{on[2:]}")
             values[field.name] = not name.startswith("no-") or name in fields
             continue
         if name not in fields:
@@ -191,10 +171,10 @@ def _value(name: str, text: str, kind: object) -> object:
     kind = {float | None: float, int | None: int}.get(kind, kind)
     try:
         value = kind(text)  # type: ignore[operator]
+        if value != value:
+            raise ValueError("nan")
     except ValueError:
         raise UserError(f"--{name} {text}: expected {'a whole number' if kind is int else 'a number'}") from None
-    if isinstance(value, float) and value != value:
-        raise UserError(f"--{name} {text}: expected a number")
     return value
 
 
@@ -203,7 +183,7 @@ def print_help(cls: type, doc: str) -> None:
     texts = field_help(cls)
     for f in dataclasses.fields(cls):
         default = "" if f.default in ("", None) or texts[f.name].endswith("]") else f"  (default {f.default})"
-        print(f"  --{f.name.replace('_', '-'):20s} {texts[f.name]}{default}")
+        print(f"  {flag_name(f.name):22s} {texts[f.name]}{default}")
 
 
 def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:

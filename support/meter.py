@@ -30,40 +30,21 @@ from support.run import Run
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange", "send", "recv")
 PARTS = {  # operation -> part of the step's time
-    **dict.fromkeys(COLLECTIVES, "communication"),
-    "wait": "communication",
+    **dict.fromkeys((*COLLECTIVES, "wait"), "communication"),
     "data": "data",
-    "forward": "compute",
-    "backward": "compute",
-    "bubble": "bubble",
-    "optimizer": "optimizer",
-    "checkpoint": "checkpoint",
-    "eval": "eval",
-    "other": "other",
+    **dict.fromkeys(("forward", "backward"), "compute"),
+    **{part: part for part in ("bubble", "optimizer", "checkpoint", "eval", "other")},
 }
 BF16_PEAK = {  # dense bf16 FLOP/s by the maker's data sheet, looked up by a part of the device's name, first match
     "B200": 2250e12,
-    "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
+    "(H100|H200|GH200|H800)": 989e12,
+    "(A100|A800)": 312e12,
     "L40S": 362e12,
     "RTX A6000": 155e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-}
-
-KERNELS = {  # kind of kernel in a trace -> pattern of its name
-    "communication": "nccl|gloo|c10d",
-    "attention": "sdpa|flash|fmha|attention",
-    "matrix product": "gemm|nvjet|cutlass|cublas|mm$|addmm|xmma",
-    "optimizer": "adam",
-    "copies": "memcpy|memset|copy",
-    "fused pointwise": "triton",
 }
 
 _meter: "Meter | None" = None
@@ -71,10 +52,7 @@ _meter: "Meter | None" = None
 
 @contextmanager
 def at(op: str, what: str = "", nbytes: int = 0):
-    """Mark what runs inside.
-
-    op: a key of PARTS; what: names the unit; nbytes: the payload handed to a collective.
-    """
+    """Mark what runs inside. op: a key of PARTS; what: the unit; nbytes: the payload handed to a collective."""
     meter = _meter
     if meter is None:
         yield
@@ -108,10 +86,8 @@ def say(text: str) -> None:
 
 def peak_flops(name: str) -> float | None:
     """bf16 peak of the GPU of this name; None for hardware the table does not know: no MFU rather than a wrong one."""
-    # whole words, and no variant of them: an H200 NVL or a GB200 is another card
-    return next(
-        (peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}\b(?! (?:NVL|PCIe|Ti|D|Laptop))", name)), None
-    )
+    variant = r"\b(?! (?:NVL|PCIe|Ti|D|Laptop))"  # whole words: an H200 NVL or a GB200 is another card
+    return next((peak for part, peak in BF16_PEAK.items() if re.search(rf"\b{part}{variant}", name)), None)
 
 
 class Meter:
@@ -123,14 +99,12 @@ class Meter:
         self.peak = peak_flops(torch.cuda.get_device_name(run.device)) if self.cuda else None
         self.rows: list[dict] = []
         self.updates = 0  # steps that were not skipped
-        # the ledger, operation -> calls and bytes: of the run, and of this step's passes, which count if it is not
-        # skipped
+        # the ledger, (operation, "calls" or "bytes"): of the run, and of this step, which counts if it is not skipped
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.step_traffic: Counter[tuple[str, str]] = Counter()
         self.sequence = 0  # collectives so far
         self.marked, self.doing = 0, ("other", "")
-        self.file = None
-        self.profiler = None
+        self.file = self.profiler = None
 
     def __enter__(self) -> "Meter":
         global _meter
@@ -166,8 +140,8 @@ class Meter:
 
     def _enter(self, op: str, what: str, nbytes: int) -> None:
         self.marked, self.doing = self.marked + 1, (op, what)
-        # with offload an update may be made in any forward pass, an evaluation's too
-        updating = op == "optimizer" or "optimizer" in self.stack
+        # with offload, updates are made in any forward pass, an evaluation's too
+        updating = "optimizer" in (op, *self.stack)
         if "eval" in self.stack and not updating:
             op = "eval"  # what evaluation sends is not part of a step
         # what a collective of ours sends is not handed over once more
@@ -188,9 +162,8 @@ class Meter:
 
     def _agree(self, op: str, what: str, nbytes: int) -> None:
         """All ranks tell what they are about to call; the first that differs is the bug, before it sums garbage."""
-        mine, all_of_them = (self.sequence, op, what, nbytes), [None] * self.run.world_size
-        dist.all_gather_object(all_of_them, mine, group=self.run.control)
-        if any(theirs != mine for theirs in all_of_them):
+        all_of_them = self.run.everyone((self.sequence, op, what, nbytes))
+        if len(set(all_of_them)) > 1:
             calls = "; ".join(f"rank {r}: #{c[0]} {c[1]} {c[2]} {c[3]} bytes" for r, c in enumerate(all_of_them))
             raise UserError(f"the ranks call different collectives: {calls}")
 
@@ -217,8 +190,7 @@ class Meter:
     def log(
         self, step: int, loss: float, norm: float | None, lr: float, tokens: int, scale: float, skipped: bool, **more
     ) -> dict:
-        """Close a step: its row goes to log.jsonl with all digits (null for a loss that is not finite), and
-        every --log-every steps to the screen.
+        """Close a step: its row goes to log.jsonl (all digits, null for what is not finite), at times to the screen.
 
         norm None: not finite, the step was skipped. tokens: sequence positions of the global batch.
         """
@@ -233,22 +205,10 @@ class Meter:
         training = seconds - parts["eval"] - parts["checkpoint"]
         rate = tokens / training
         mfu = rate / self.run.world_size * self.flops_per_token / self.peak if self.peak else None
-        row = dict(
-            step=step,
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            tokens=tokens,
-            tok_s=rate,
-            tok_s_gpu=rate / self.run.world_size,
-            step_ms=training * 1e3,
-            mfu=mfu,
-            peak_gb=self.peak_bytes() / 1e9,
-            loss_scale=scale,
-            skipped=skipped,
-            **{f"{part}_ms": parts[part] * 1e3 for part in dict.fromkeys(PARTS.values())},
-            **more,
-        )
+        row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": tokens, "tok_s": rate}
+        row |= {"tok_s_gpu": rate / self.run.world_size, "step_ms": training * 1e3, "mfu": mfu}
+        row |= {"peak_gb": self.peak_bytes() / 1e9, "loss_scale": scale, "skipped": skipped}
+        row |= {f"{part}_ms": parts[part] * 1e3 for part in dict.fromkeys(PARTS.values())} | more
         self.rows.append(row)
         if self.profiler:
             self.profiler.step()
@@ -259,28 +219,12 @@ class Meter:
         return row
 
     def _trace(self, profiler: torch.profiler.profile) -> None:
-        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel.
-
-        Streams overlap, so the parts do not sum to 100 %.
-        """
+        """--profile: one step for chrome://tracing, and the kernels that took longest."""
         folder = Path(self.run.out, "trace")
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank-{self.run.rank}.json.gz"))
-        split: dict[str, float] = defaultdict(float)
-        names: dict[str, float] = defaultdict(float)
-        for event in profiler.events():
-            busy = event.self_device_time_total if self.cuda else event.self_cpu_time_total
-            if busy and (not self.cuda or event.device_type == torch.autograd.DeviceType.CUDA):
-                split[
-                    next((kind for kind, pattern in KERNELS.items() if re.search(pattern, event.name, re.I)), "other")
-                ] += busy / 1e3
-                names[event.name[:100]] += busy / 1e3
-        say(
-            "trace of one step, ms by kind: "
-            + ", ".join(f"{kind} {ms:.1f}" for kind, ms in sorted(split.items(), key=lambda kv: -kv[1]))
-        )
-        for name, ms in sorted(names.items(), key=lambda kv: -kv[1])[:16]:
-            say(f"  {ms:9.1f}  {name}")
+        order = "self_device_time_total" if self.cuda else "self_cpu_time_total"
+        say(profiler.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=100))
 
     def _write(self, row: dict) -> None:
         if self.run.out is None:
@@ -296,17 +240,15 @@ class Meter:
     def _print(self, row: dict) -> None:
         recent = sorted(r["step_ms"] for r in self.rows[-20:])
         left = int((self.run.cfg.steps - 1 - row["step"]) * recent[len(recent) // 2] / 1e3)
-        say(
-            f"step {row['step']:5d}/{self.run.cfg.steps}  loss {row['loss']:.4f}  "
-            + (f"norm {row['grad_norm']:.3f}  " if row["grad_norm"] is not None else "norm not finite: skipped  ")
-            + f"lr {row['lr']:.2e}  {row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms  "
-            + (f"mfu {row['mfu']:.1%}  " if row["mfu"] is not None else "")
-            + f"{row['peak_gb']:.1f} GB"
-            + (
-                f"  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left" if len(self.rows) > 1 else ""
-            )  # the first step compiles
-            + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
-        )
+        norm = "norm not finite: skipped" if row["grad_norm"] is None else f"norm {row['grad_norm']:.3f}"
+        words = [f"step {row['step']:5d}/{self.run.cfg.steps}  loss {row['loss']:.4f}  {norm}  lr {row['lr']:.2e}"]
+        words += [f"{row['tok_s']:,.0f} tok/s  {row['step_ms']:.0f} ms"]
+        words += [f"mfu {row['mfu']:.1%}"] if row["mfu"] is not None else []
+        words += [f"{row['peak_gb']:.1f} GB"]
+        if len(self.rows) > 1:  # the first step compiles
+            words += [f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"]
+        words += [f"val {row['val_loss']:.4f}"] if "val_loss" in row else []
+        say("  ".join(words))
 
     def compare(self, predicted: list[tuple[str, str, int]]) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
         """Operation -> (calls, bytes) of all updates so far, as predicted and as counted where the bytes moved.
@@ -314,9 +256,7 @@ class Meter:
         predicted: the transfers of one step, (operation, unit, payload bytes) each.
         """
         found = {}
-        for op in (
-            dict.fromkeys([op for op, _, _ in predicted] + [op for op, _ in self.traffic]) if self.updates else ()
-        ):
+        for op in dict.fromkeys([op for op, _, _ in predicted] + [op for op, _ in self.traffic]):
             sizes = [size for o, _, size in predicted if o == op]
             expected = self.updates * len(sizes), self.updates * sum(sizes)
             found[op] = expected, (self.traffic[op, "calls"], self.traffic[op, "bytes"])
@@ -325,31 +265,28 @@ class Meter:
     def summary(self, memory: dict[str, int], traffic: list[tuple[str, str, int]]) -> None:
         """The closing lines: where the time went, and predicted beside measured.
 
-        memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload
-        bytes) each.
+        memory: predicted bytes by term; traffic: as compare() takes it.
         """
         differs = any(expected != counted for expected, counted in self.compare(traffic).values())
         ranks = self.run.everyone((differs, self.peak_bytes()))
         rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
         if not rows or self.run.rank:
             return
-        total = sum(r[key] for r in rows for key in r if key.endswith("_ms") and key != "step_ms")
-        split = {part: sum(r[f"{part}_ms"] for r in rows) / total for part in dict.fromkeys(PARTS.values())}
-        say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items() if share >= 0.0005))
+        split = {part: sum(r[f"{part}_ms"] for r in rows) for part in dict.fromkeys(PARTS.values())}
+        shares = {part: ms / sum(split.values()) for part, ms in split.items()}
+        say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share >= 0.0005))
         rates = sorted(r["tok_s_gpu"] for r in rows)
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
-        for op, ((pc, pb), (mc, mb)) in self.compare(traffic).items():
-            n, verdict = self.updates, "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
-            counted = f"in {n} steps {mc} calls, {mb:,} bytes"
-            say(f"{op}: {pc // n} calls, {pb // n:,} bytes a step predicted; {counted}: {verdict}")
-        predicted = sum(memory.values())
-        say(
-            "memory: "
-            + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items())
-            + f" = {predicted / 1e9:.3f} GB predicted"
-        )
+        n = self.updates
+        for op, (expected, counted) in self.compare(traffic).items() if n else ():
+            calls, size = (number // n for number in expected)
+            verdict = "equal" if expected == counted else "DIFFERENT"
+            found = f"in {n} steps {counted[0]} calls, {counted[1]:,} bytes: {verdict}"
+            say(f"{op}: {calls} calls, {size:,} bytes a step predicted; {found}")
         if wrong := [rank for rank, (differs, _) in enumerate(ranks) if differs]:
             say(f"DIFFERENT from what was predicted: calls or bytes of ranks {wrong}")
+        terms = ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items())
+        say(f"memory: {terms} = {sum(memory.values()) / 1e9:.3f} GB predicted")
         kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
         largest = max(range(len(ranks)), key=lambda rank: ranks[rank][1])
         if largest:
@@ -359,15 +296,15 @@ class Meter:
 
 def drop_rows(path: Path, step: int) -> None:
     """Drop the rows from `step` on: of a run that ended before it saved them, they will be written again."""
+
+    def step_of(line: str) -> float:
+        try:
+            return json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            return math.inf  # a line cut short by a crash goes
+
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) < step]
+        kept = [line for line in path.read_text().splitlines() if step_of(line) < step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
         os.replace(temporary, path)
-
-
-def _step_of(line: str) -> int:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return 1 << 62  # a line cut short by a crash goes

@@ -27,15 +27,12 @@ def pick_device(cfg) -> torch.device:
             return torch.device("cpu")
         driver = card.read_text().splitlines()[0] if card.exists() else "no NVIDIA driver found"
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-        raise UserError(
-            f"CUDA does not work here: {driver}; torch {torch.__version__} built for {built}. "
-            "Install a wheel that matches the driver, or use --device cpu"
-        )
+        found = f"{driver}; torch {torch.__version__} built for {built}"
+        raise UserError(f"CUDA does not work here: {found}. Install a wheel for this driver, or use --device cpu")
     local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= found:
-        raise UserError(
-            f"local rank {local_rank} has no GPU: {found} found; lower --nproc_per_node, or use --device cpu"
-        )
+        advice = "lower --nproc_per_node, or use --device cpu"
+        raise UserError(f"local rank {local_rank} has no GPU: {found} found; {advice}")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -60,9 +57,8 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         host = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
-        raise UserError(
-            f"RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must all be set, as torchrun does ({error})"
-        ) from None
+        names = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise UserError(f"{names} must all be set, as torchrun does ({error})") from None
     if not 0 < port < 1 << 16:
         raise UserError(f"MASTER_PORT={port}: allowed is 1 to 65535")
     if not 0 <= rank < size:
@@ -83,13 +79,10 @@ def _connect(host: str, port: int, size: int, is_master: bool, timeout_s: int) -
         return dist.TCPStore(host, port, size, is_master=is_master, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise UserError(
-                f"port {port} is in use: another run? Give torchrun --master_port another one, or --standalone"
-            ) from None
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"no answer from {host}:{port} (MASTER_ADDR:MASTER_PORT) within {timeout_s} s: {reason}"
-        ) from None
+            advice = "Give torchrun --master_port another one, or --standalone"
+            raise UserError(f"port {port} is in use: another run? {advice}") from None
+        address, reason = f"{host}:{port} (MASTER_ADDR:MASTER_PORT)", str(error).splitlines()[0]
+        raise UserError(f"no answer from {address} within {timeout_s} s: {reason}") from None
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -> dist.Store:

@@ -1,6 +1,8 @@
 """A run as one rank sees it: who am I, and who are the others."""
 
 import datetime
+import gc
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from support.flags import Config
+from support.flags import Config, UserError
 
 GRACE = 15  # seconds that collectives wait longer than --hang-timeout: the watchdog speaks first, and names who
 
@@ -98,13 +100,38 @@ class Run:
         return group
 
 
+def everywhere(work: Callable, group: dist.ProcessGroup | None, here: bool = True) -> list:
+    """Run work() on the ranks of `group` that are `here` -> all results by rank (None from the others); collective.
+
+    An error on any rank is raised on all: a UserError unless one of them is neither that nor an OSError.
+    """
+    result, error, is_users = None, None, True
+    if here:
+        try:
+            result = work()
+        except Exception as e:  # raised again below, on every rank
+            is_users = isinstance(e, (UserError, OSError))
+            error = f"rank {dist.get_rank(group)}: {e if is_users else traceback.format_exc()}"
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (result, error, is_users), group=group)
+    if errors := [error for _, error, _ in found if error]:
+        raise (UserError if all(users for _, _, users in found) else RuntimeError)("; ".join(errors))
+    return [result for result, _, _ in found]
+
+
 _made: dict[tuple, dist.ProcessGroup] = {}
 
 
 def destroy_groups() -> None:
-    """The end of a job. A group that lives on until Python ends can abort it: its threads may want Python's lock."""
-    _made.clear()
+    """The end of a job, in one order on all ranks: the latest group first, the world last.
+
+    gloo's threads end with the last reference to their group. Those that live on until Python ends may want its lock
+    then, and abort the process.
+    """
+    while _made:
+        dist.destroy_process_group(_made.popitem()[1])
     dist.destroy_process_group()
+    gc.collect()  # a loader and its iterator refer to each other, and to the run with its groups
 
 
 def make_group(
@@ -130,13 +157,10 @@ def make_group(
     part = len(ranks) < dist.get_world_size()
     if part:
         named = dist.distributed_c10d._world.pg_names
-        counts: list = [None] * len(ranks)
-        dist.all_gather_object(counts, len(named), group=control)
-        while len(named) < max(counts):
+        most = max(everywhere(lambda: len(named), control))
+        while len(named) < most:
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    for colour in dict.fromkeys(
-        colours
-    ):  # all ranks make all of the groups: NCCL splits them off the job's communicator
+    for colour in dict.fromkeys(colours):  # all ranks make all groups: NCCL splits them off the job's communicator
         members = [rank for rank, theirs in zip(ranks, colours) if theirs == colour]
         group = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=part)
         if dist.get_rank() in members:

@@ -32,7 +32,7 @@ from support.flags import Config, UserError, flag_name, parse_flags, print_help
 from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
-from support.run import GRACE, Run, destroy_groups, make_group
+from support.run import GRACE, Run, destroy_groups, everywhere, make_group
 from support.tokens import has_val, open_tokens
 from support.watchdog import Watchdog
 
@@ -58,9 +58,8 @@ def start(
 ) -> Run:
     """Check everything and fill in every default; collective over `group` (the whole job when None).
 
-    tp, pp, cp: ranks that share out each matrix, the layers, each sequence, 0: all that are left; the rest of the world
-    is data parallel. check: a script's own refusals, called last. Raises UserError, the same on every rank, before
-    anything is built or written.
+    tp, pp, cp: as fill() takes them. check: a script's own refusals, called last. Raises UserError, the same on every
+    rank, before anything is built or written.
     """
     global _latest
     cfg = copy.copy(cfg)  # not dataclasses.replace(): it forgets cfg.given
@@ -85,9 +84,8 @@ def start(
         )
     set_up_torch(cfg, device)
     open_corpus(run)
-    found = run.everyone(
-        (cfg.dtype, run.model_cfg, run.tokens.fingerprint, run.val_tokens and run.val_tokens.fingerprint)
-    )
+    validation = run.val_tokens and run.val_tokens.fingerprint
+    found = run.everyone((cfg.dtype, run.model_cfg, run.tokens.fingerprint, validation))
     if any(theirs != found[0] for theirs in found):  # hosts with other files or other cards
         raise UserError(f"the ranks differ in dtype, model or corpus: {dict(enumerate(found))}")
     if check:
@@ -127,17 +125,18 @@ def open_corpus(run: Run) -> None:
         from support.prepare import ensure_corpus, stdlib_corpus  # here: it loads tokenizers
 
         cfg.data = stdlib_corpus()
-        one_prepares(run, lambda: ensure_corpus(cfg.data))
+        hosts = run.everyone((os.environ.get("GROUP_RANK", "0"), socket.gethostname()))
+        first = hosts.index(hosts[run.rank]) == run.rank  # of the run's ranks on this host
+        everywhere(lambda: ensure_corpus(cfg.data), run.control, first)
     tokens = run.tokens = open_tokens(cfg.data)
     run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
     cfg.vocab_size = cfg.vocab_size or tokens.vocab_size
     run.model_cfg = dataclasses.replace(run.model_cfg, vocab_size=cfg.vocab_size)
     check_config(run.model_cfg)
     if tokens.vocab_size and tokens.vocab_size > cfg.vocab_size:
-        raise UserError(
-            f"{cfg.data} has a vocabulary of {tokens.vocab_size} ({tokens.tokenizer}), the model knows "
-            f"{cfg.vocab_size} ids; use --vocab-size {tokens.vocab_size} or more"
-        )
+        found = f"{cfg.data} has a vocabulary of {tokens.vocab_size} ({tokens.tokenizer})"
+        known = f"the model knows {cfg.vocab_size} ids"
+        raise UserError(f"{found}, {known}; use --vocab-size {tokens.vocab_size} or more")
     tokens.n_windows(cfg.seq_len)  # UserError if there is none, here as below
     if run.val_tokens and cfg.eval_every:
         try:
@@ -146,74 +145,47 @@ def open_corpus(run: Run) -> None:
             raise UserError(f"{error}; --eval-every 0 trains without validation") from None
 
 
-def one_prepares(run: Run, prepare: Callable[[], None]) -> None:
-    """The run's first rank on each host runs prepare(), the others wait as long as it works; its error becomes theirs.
-
-    They do not wait in a collective, nor in store.wait(): these have a time limit.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    host = os.environ.get("GROUP_RANK", "0"), socket.gethostname()
-    places = run.everyone((host, f"prepare/{dist.get_rank()}/{run.number}"))
-    first, key = next((rank, key) for rank, (theirs, key) in enumerate(places) if theirs == host)
-    if run.rank == first:
-        try:
-            prepare()
-            store.set(key, "")
-        except BaseException as error:
-            store.set(key, f"rank {run.rank} could not prepare the corpus: {error}")
-            raise
-    tenths = 0
-    while not store.check([key]):
-        time.sleep(0.1)
-        tenths += 1
-        if tenths % 300 == 0:
-            print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
-    if message := store.get(key).decode():
-        raise UserError(message)
-
-
 # --- the run folder ---------------------------------------------------------------------------------------------------
 
 
 def open_run_folder(run: Run) -> None:
     """Choose and create the run folder on rank 0, name it to all, write what will be config.json. Raises UserError."""
-    cfg, out, error = run.cfg, None, None
-    if run.rank == 0:
+
+    def choose() -> str:
+        if not run.cfg.out and restarted():
+            forgot = "torchrun has started this job again, and its store forgot the run's folder"
+            raise UserError(f"{forgot}: --out names one that stays")
         try:
-            if not cfg.out and restarted():
-                raise UserError(
-                    "torchrun has started this job again, and its store forgot the run's folder: --out names one that "
-                    "stays"
-                )
-            out = Path(cfg.out or recall(run, "folder") or new_folder(run.script))
+            out = Path(run.cfg.out or recall(run, "folder") or new_folder(run.script))
             out.mkdir(parents=True, exist_ok=True)
             (out / ".config.json").write_text(json.dumps(facts(run), indent=1))  # see own_folder()
-            remember(run, "folder", str(out))
-        except UserError as problem:
-            error = str(problem)
         except OSError as problem:
-            error = f"--out {cfg.out or 'runs/'}: cannot write there ({problem.strerror})"
-    error, out = run.everyone((error, out))[0]
-    if error:
-        raise UserError(error)
-    run.out = str(out)
+            raise UserError(f"--out {run.cfg.out or 'runs/'}: cannot write there ({problem.strerror})") from None
+        remember(run, "folder", str(out))
+        return str(out)
+
+    run.out = everywhere(choose, run.control, run.rank == 0)[0]
 
 
 def facts(run: Run) -> dict:
     """What config.json holds: where a figure of this run comes from."""
-    cuda = run.device.type == "cuda"
     return {
         "config": dataclasses.asdict(run.cfg),
         "model": dataclasses.asdict(run.model_cfg),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "world_size": run.world_size,
-        "hardware": torch.cuda.get_device_name(run.device) if cuda else f"CPU, {os.cpu_count()} cores",
+        "hardware": hardware(run),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "commit": git_commit(),
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "data": {"path": run.cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
     }
+
+
+def hardware(run: Run) -> str:
+    cuda = run.device.type == "cuda"
+    return torch.cuda.get_device_name(run.device) if cuda else f"CPU, {os.cpu_count()} cores"
 
 
 def git_commit() -> str | None:
@@ -249,9 +221,8 @@ def own_folder(run: Run) -> None:
 def print_banner(run: Run) -> None:
     cfg = run.cfg
     windows = run.tokens.n_windows(cfg.seq_len)
-    where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
     folder = f", run folder {run.out}" if run.out else ""
-    say(f"{run.script}: {run.world_size} x {where}, torch {torch.__version__}{folder}")
+    say(f"{run.script}: {run.world_size} x {hardware(run)}, torch {torch.__version__}{folder}")
     say(
         f"model {cfg.model}: {n_params(run.model_cfg):,} parameters, {flops_per_token(run.model_cfg) / 1e9:.3f} GFLOP "
         f"per token, compute in {cfg.dtype}, masters in {str(run.master_dtype)[6:]}"
@@ -297,10 +268,8 @@ def end(run: Run, stop: float, step: int) -> None:
         run.watchdog.close()
     if stop:
         saved = f"the same command with --out {run.out} --resume auto goes on from there"
-        say(
-            f"stopped by a signal after step {step}; "
-            + (saved if run.cfg.save_every else "without --save-every nothing was saved")
-        )
+        saved = saved if run.cfg.save_every else "without --save-every nothing was saved"
+        say(f"stopped by a signal after step {step}; {saved}")
 
 
 def catch_signals() -> None:

@@ -609,6 +609,10 @@ def _plant(path: Path, where: str, marker: Path) -> None:
         place.offset, place.length = file.stat().st_size, (path / "bomb.pt").stat().st_size
         file.write_bytes(file.read_bytes() + (path / "bomb.pt").read_bytes())
         (path / ".metadata").write_bytes(pickle.dumps(index))
+    elif where == "checksums point elsewhere":
+        manifest = json.loads((path / "checksums.json").read_text())
+        manifest["files"]["../step_00000001/meta.json"] = manifest["files"].pop("meta.json")
+        (path / "checksums.json").write_text(json.dumps(manifest))
     else:
         (path / where).write_bytes(pickle.dumps(Bomb(marker)))
     if where != "checksums.json":
@@ -625,6 +629,7 @@ HOSTILE = {
     "shard": ".distcp is refused",
     "meta.json": "meta.json is not readable as JSON",
     "checksums.json": "checksums.json is not readable as JSON",
+    "checksums point elsewhere": "checksums.json lists '../step_00000001/meta.json'",
 }
 
 

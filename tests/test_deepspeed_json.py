@@ -11,8 +11,9 @@ import pytest
 from harness import ROOT
 
 import deepspeed_json
-from deepspeed_json import RULES, USED, account, read_deepspeed
-from support.flags import Config, UserError
+import train_zero
+from deepspeed_json import KINDS, RULES, USED, account, read_deepspeed
+from support.flags import UserError
 
 EXAMPLE = ROOT / "examples" / "ds_zero2_offload.json"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -88,7 +89,7 @@ def test_command_line(tmp_path):
 
 
 def test_flags_are_fields_with_the_right_types(read):
-    """Everything the reader can set, at once: names and types of the training scripts' Config, and train_zero's own."""
+    """Everything the reader can set, at once: names and types of train_zero's Config."""
     flags, _ = read(
         {
             "train_batch_size": 8,
@@ -97,14 +98,10 @@ def test_flags_are_fields_with_the_right_types(read):
             "fp16": {"enabled": True, "min_loss_scale": 1},
             "zero_optimization": {"stage": 1},
             "optimizer": {"type": "Adam", "params": {"lr": 1, "betas": [0, 0.5]}},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {"warmup_type": "linear", "total_num_steps": 9, "warmup_num_steps": 2},
-            },
         }
     )
-    kinds = {field: type(value) for field, value in vars(Config()).items()} | {"stage": int, "offload": str}
-    assert flags.keys() <= kinds.keys() and len(flags) == 20
+    kinds = {field: type(value) for field, value in vars(train_zero.Config()).items()}
+    assert flags.keys() <= kinds.keys() and len(flags) == 17
     # JSON's 1 may stand for 1.0 in betas; where a field is a count it is an int
     assert all(type(flags[f]) is kinds[f] or (kinds[f] is float and type(flags[f]) is int) for f in flags)
 
@@ -171,7 +168,6 @@ def test_precision(read, refused):
         ({}, "float32"),
         ({"fp16": on}, "float16"),
         ({"bf16": on}, "bfloat16"),
-        ({"bfloat16": on}, "bfloat16"),
         ({"fp16": off, "bf16": on}, "bfloat16"),
         ({"fp16": off, "bf16": off}, "float32"),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, None),
@@ -179,7 +175,6 @@ def test_precision(read, refused):
     ):
         assert read(config)[0].get("dtype") == dtype, config
     assert "both true" in refused({"fp16": on, "bf16": on})
-    assert "both true" in refused({"fp16": on, "bfloat16": on})
     assert read({}, given={"dtype": "bfloat16"})[0]["dtype"] == "bfloat16"  # the file says nothing
     assert "fp16.enabled means --dtype float16, the command line says bfloat16" in refused(
         {"fp16": on}, given={"dtype": "bfloat16"}
@@ -204,7 +199,6 @@ def test_scaler_fields(read, refused):
         read({"fp16": {"enabled": True}}, given={"scale_hysteresis": 1})[0]["scale_hysteresis"] == 1
     )  # a default gives way
     assert "fp16.hysteresis" in refused({"fp16": {"enabled": True, "hysteresis": 2}}, given={"scale_hysteresis": 1})
-    assert "from 0 to 126" in refused({"fp16": {"enabled": True, "initial_scale_power": 2000}})
     assert "consecutive_hysteresis is true; allowed is false" in refused({"fp16": {"consecutive_hysteresis": True}})
 
 
@@ -276,40 +270,6 @@ def test_optimizer(read, refused):
     assert read(adam(), given={"lr": 0.1})[0]["lr"] == 0.1
 
 
-def test_scheduler(read, refused):
-    def schedule(kind, optimizer=True, **params):
-        adam = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}} if optimizer else {}
-        return adam | {"scheduler": {"type": kind, "params": params}}
-
-    linear = {"warmup_type": "linear", "warmup_num_steps": 10}
-    flags, _ = read(schedule("WarmupCosineLR", **linear, total_num_steps=100, cos_min_ratio=0.1))
-    assert (flags["warmup_steps"], flags["steps"], flags["lr"], flags["min_lr"]) == (10, 100, 2e-3, pytest.approx(2e-4))
-    flags, _ = read(schedule("WarmupLR", **linear, warmup_max_lr=5e-3))
-    assert (flags["lr"], flags["min_lr"], flags["warmup_steps"]) == (5e-3, 5e-3, 10) and "steps" not in flags
-    # the constant schedule really comes out of lr_at, and the cosine is WarmupCosineLR's, recomputed from its formula
-    from math import cos, pi
-
-    from optim import lr_at
-
-    cfg = Config(steps=100, **{k: flags[k] for k in ("lr", "min_lr", "warmup_steps")})
-    assert [lr_at(u, cfg) for u in (9, 10, 50, 99, 200)] == [pytest.approx(5e-3)] * 5
-    flags, _ = read(schedule("WarmupCosineLR", **linear, total_num_steps=100))
-    cfg = Config(**{k: flags[k] for k in ("lr", "min_lr", "warmup_steps", "steps")})
-    for u in (10, 37, 99):  # the update u runs at the rate set after iteration u - 1
-        there = 2e-3 * (1e-4 + (1 - 1e-4) * (1 + cos(pi * (u - 10) / 90)) / 2)
-        assert lr_at(u, cfg) == pytest.approx(there, rel=1e-12)
-    assert "warmup_type is missing" in refused(schedule("WarmupLR"))  # absent, it is "log" there
-    assert 'warmup_type is "log"; allowed is "linear"' in refused(schedule("WarmupLR", warmup_type="log"))
-    assert '"WarmupDecayLR"; allowed is "WarmupCosineLR" or "WarmupLR"' in refused(
-        schedule("WarmupDecayLR", total_num_steps=9)
-    )
-    assert "the peak, which is missing; give --lr" in refused(schedule("WarmupLR", optimizer=False, **linear))
-    assert read(schedule("WarmupLR", optimizer=False, **linear), given={"lr": 1e-4})[0]["min_lr"] == 1e-4
-    assert "warmup_min_lr is 1e-08; allowed is 0" in refused(schedule("WarmupLR", **linear, warmup_min_lr=1e-8))
-    assert "total_num_steps is no parameter of WarmupLR" in refused(schedule("WarmupLR", **linear, total_num_steps=9))
-    assert "warmup_max_lr is no parameter" in refused(schedule("WarmupCosineLR", **linear, warmup_max_lr=1))
-
-
 # --- each key accounted for -------------------------------------------------------------------------------------------
 
 
@@ -339,7 +299,7 @@ def test_refused_and_off(read, refused):
         "sparse_attention",
         "tensor_parallel",
     ):
-        assert f"{key} is off, as here" in read({key: {"enabled": False, "x": 1}})[1]
+        assert any(note.startswith(f"{key} ignored: ") for note in read({key: {"enabled": False}})[1])
         assert f"{key} is {{" in refused({key: {"enabled": True}})
     assert 'communication_data_type is "fp16"; allowed is "fp32" or "bf16"' in refused(
         {"communication_data_type": "fp16"}
@@ -348,12 +308,12 @@ def test_refused_and_off(read, refused):
         read({"communication_data_type": "bf16"})[0]["wire"] == "bf16"
         and "wire" not in read({"communication_data_type": None})[0]
     )
-    assert 'grad_accum_dtype is "bf16"; allowed is "fp32"' in refused({"data_types": {"grad_accum_dtype": "bf16"}})
+    assert "the schedule is --steps, --warmup-steps and --min-lr" in refused({"scheduler": {"type": "WarmupLR"}})
 
 
 def test_every_key_in_use_makes_a_difference(read):
     """Two values of each key that the table calls used: other flags, or one of them refused."""
-    two = {"count": (2, 4), "number": (0.0, 0.5), "positive": (0.25, 0.5), "power": (3, 4)}
+    two = {"count": (2, 4), "number": (0.0, 0.5), "positive": (0.25, 0.5)}
     two |= {"betas": ([0.1, 0.2], [0.3, 0.4])}
     for key, (kind, _, _) in USED.items():
         outcomes = []
@@ -363,9 +323,6 @@ def test_every_key_in_use_makes_a_difference(read):
                 config[BATCH[1]] = 1
             if key.startswith("fp16."):
                 config["fp16"] = {"enabled": True}
-            if key.startswith("scheduler."):
-                kind = "WarmupLR" if "max_lr" in key else "WarmupCosineLR"
-                config["scheduler"] = {"type": kind, "params": {"warmup_type": "linear"}}
             *parents, leaf = key.split(".")
             node = config
             for parent in parents:
@@ -383,18 +340,19 @@ def test_no_other_key_falls_silent():
     for key, (why, kind) in RULES.items():
         if key in USED or kind == "section":
             continue
-        allowed = [{}] if kind == "off" else [7] if kind == "ignored" else map(json.loads, kind.split(" or "))
+        values = KINDS["off"][0] if kind == "off" else kind
+        allowed = [7] if kind == "any" else map(json.loads, values.split(" or "))
         for value in [*allowed, "something else"]:
             *parents, leaf = key.split(".")
             config = {leaf: value}
             for parent in reversed(parents):
                 config = {parent: config}
-            if value == "something else" and kind != "ignored":
+            if value == "something else" and kind != "any":
                 with pytest.raises(UserError, match=re.escape(f"{key} is ") + ".*allowed is .*" + re.escape(why)):
                     account("ds.json", config)
             else:
                 used, notes = account("ds.json", config)
-                assert not used and any(note.startswith(key) for note in notes) == (kind in ("ignored", "off")), key
+                assert not used and f"{key} ignored: {why}" in notes, key
 
 
 def test_syntax_and_shape(refused, tmp_path):
