@@ -32,10 +32,7 @@ from support.run import Place, Run
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of a parameter.
-
-    The box of `sizes` at `offsets`, in a buffer of `shape` whose last rows are padding.
-    """
+    """A rank's part of a parameter: the box of `sizes` at `offsets`, in a buffer of `shape` with padding rows last."""
 
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -43,10 +40,7 @@ class Slice:
     shape: tuple[int, ...]
 
     def init(self, out: Tensor, first: int, name: str, run: Run) -> None:
-        """Initial values of elements [first, first + len(out)) of the flattened buffer.
-
-        Padding is zero and stays so.
-        """
+        """Initial values of elements [first, first + len(out)) of the flattened buffer; padding is and stays zero."""
         real = max(0, min(out.numel(), math.prod(self.sizes) - first))
         out[real:].zero_()
         if self.sizes[1:] == self.whole[1:]:  # whole rows: one range of the flattened parameter
@@ -59,10 +53,7 @@ class Slice:
         )
 
     def piece(self, flat: Tensor, first: int) -> Piece:
-        """Elements [first, first + len(flat)) of the flattened buffer as boxes of the parameter.
-
-        At most 3 of a matrix.
-        """
+        """Elements [first, first + len(flat)) of the flattened buffer as boxes of the parameter (a matrix: 3)."""
         real = max(0, min(flat.numel(), math.prod(self.sizes) - first))
         boxes = flat_piece(self.sizes, first, flat[:real]).boxes if real else []
         moved = [(tuple(a + b for a, b in zip(at, self.offsets)), box) for at, box in boxes]
@@ -70,10 +61,7 @@ class Slice:
 
 
 def slice_of(param: Param, run: Run) -> Slice:
-    """This rank's slice of a parameter.
-
-    Its rows or columns where tensor parallel ranks share it out, else all of it.
-    """
+    """This rank's slice of a parameter: its rows or columns where tensor parallel ranks share it out, else all."""
     whole = param.shape
     if param.cut is None or run.tp == 1:
         return Slice(whole, (0,) * len(whole), whole, whole)
@@ -173,6 +161,7 @@ class Bucket:
         self.grad = self.grad_shard = self.owned = self.master
         self.missing = set(self.slices)  # whose gradient of this pass is not in yet
         self.passes = 0  # backward passes of this step that are complete
+        self.work = None  # a transfer of its gradient, to be waited for
         self.norms: dict[str, Tensor] = {}  # of gradients of this rank, before any sum: to say who brought a NaN
 
     @property
@@ -186,10 +175,7 @@ class Bucket:
         return flat[a : a + math.prod(shape)].view(shape)
 
     def parts(self, share: Tensor) -> list[tuple[str, Slice, Tensor, int]]:
-        """Of a tensor like the share, by parameter.
-
-        Its name, slice, elements in the share, and where these begin in it.
-        """
+        """Per parameter: name, slice, its elements in `share` (like the share), where in the parameter they begin."""
         found = []
         for name, part in self.slices.items():
             start = self.start[name]
@@ -198,7 +184,7 @@ class Bucket:
             found.append((name, part, share[a - self.first : b - self.first], a - start))
         return found
 
-    def arrive(self, name: str) -> bool:
+    def gradient_came(self, name: str) -> bool:
         """A parameter's gradient has come; whether it was the last of this pass."""
         if name not in self.missing:
             self.complain("came to the end of a pass without a gradient")
@@ -212,7 +198,7 @@ class Bucket:
     def check_passes(self, expected: int) -> None:
         """At the end of a step. UserError names the parameters that did not take part in each pass."""
         if self.passes != expected or len(self.missing) < len(self.slices):
-            self.complain(f"had a gradient in fewer than {expected} passes of this step")
+            self.complain(f"had a gradient in {self.passes} of the step's {expected} passes")
         self.passes = 0
 
     def complain(self, what: str) -> None:
@@ -223,7 +209,8 @@ class Bucket:
 
     def note_norms(self, grad: Tensor, add: bool = False) -> None:
         """Before the ranks' gradients are mixed. add: to those of the micro-batches before."""
-        norms = torch._foreach_norm([self.view(grad, name) for name in self.slices])
+        wide = torch.promote_types(grad.dtype, torch.float32)  # fp16 squares overflow
+        norms = torch._foreach_norm([self.view(grad, name) for name in self.slices], 2, wide)
         self.norms = {name: norm + self.norms.get(name, 0) if add else norm for name, norm in zip(self.slices, norms)}
 
     def square(self) -> Tensor:

@@ -112,8 +112,8 @@ class Batches:
         a call.
         """
         cfg, (step, micro) = self.run.cfg, divmod(i, self.accum)
-        share = step * self.run.dp + self.run.place().replica  # replica r reads the r-th n-th of a step
-        first = (share * self.accum + micro) * cfg.micro_batch
+        first = self.run.samples_before(step)  # replica r reads the r-th of the equal shares of a step
+        first += (self.run.place().replica * self.accum + micro) * cfg.micro_batch
         try:
             windows = stream_windows(cfg.seed, first, cfg.micro_batch, self.n_windows)
             x, y = self.run.tokens.batch(windows, cfg.seq_len, cfg.vocab_size)
@@ -155,7 +155,7 @@ class Batches:
         times the ranks that read each sample.
         """
         run, cfg = self.run, self.run.cfg
-        batch = hash_sum(stream_windows(cfg.seed, step * cfg.global_batch, cfg.global_batch, self.n_windows))
+        batch = hash_sum(stream_windows(cfg.seed, run.samples_before(step), cfg.global_batch, self.n_windows))
         found, right = int(total) % (1 << 32), batch * run.pp * run.tp * run.cp % (1 << 32)
         if found != right:
             names = ("global_batch", "micro_batch", "seq_len", "seed")
@@ -209,7 +209,8 @@ def evaluate(run: Run, strategy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor
     for x, y, _ in val_batches(run):
         loss, targets = strategy(x, y)
         total += torch.stack([loss.double(), targets.double()])
-    dist.all_reduce(total, group=run.world)
+    with at("all_reduce", "validation loss", total.nbytes):
+        dist.all_reduce(total, group=run.world)
     return (total[0] / total[1]).item()
 
 

@@ -194,6 +194,8 @@ def init_std(name: str, cfg: ModelConfig) -> float | None:
     """Standard deviation of a weight's initial values, GPT-2's rule; None: all ones."""
     if name.endswith("norm.weight"):
         return None
+    if name.endswith("bias"):
+        return 0.0
     return 0.02 / math.sqrt(2 * cfg.n_layer) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
 
 
@@ -310,6 +312,7 @@ class Halves(nn.Module):
 
     Head counts come from the weights' shapes, so on slices of heads and of n_ff the same code makes this rank's summand
     of the result (train_tp.py). It has no forward: a block run on slices would add summands that nobody has summed.
+    For the same reason nothing is added behind wo and w_down: a bias there would count once per tensor parallel rank.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int, recompute: str):
@@ -401,6 +404,13 @@ class GPT(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORE, reduction="sum")
 
+    def use(self, unit: str) -> None:
+        """The forward pass comes to a unit's weights; train_zero.py has them arrive here."""
+
+    def leave(self, h: Tensor, unit: str) -> Tensor:
+        """It comes out of a block: where backward will come in."""
+        return h
+
     def forward_part(
         self, x: Tensor, y: Tensor, keys: Tensor | None = None, part: range | None = None, h: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -413,9 +423,13 @@ class GPT(nn.Module):
         cos, sin, last = self.cos[: x.shape[1]], self.sin[: x.shape[1]], 2 * self.cfg.n_layer
         part = range(last) if part is None else part
         if part.start == 0:
+            self.use("embed")
             h = self.embed(x, keys)
         for i, half in blocks_of(part):
-            h = self.blocks[i](h, cos, sin, keys, half)
+            self.use(f"block.{i}")
+            h = self.leave(self.blocks[i](h, cos, sin, keys, half), f"block.{i}")
+        if part.stop == last:
+            self.use("head")
         return (self.loss_sum(h, y) if part.stop == last else h), (y != IGNORE).sum()
 
     forward = forward_part
@@ -470,9 +484,9 @@ def n_params(cfg: ModelConfig) -> int:
 
 def flops_per_token(cfg: ModelConfig) -> int:
     """Forward and backward: 2 + 4 per multiplying weight, and causal attention's two products; nothing twice."""
-    C, kv = cfg.n_embd, cfg.n_kv_head * cfg.head_dim
-    multiplying = cfg.n_layer * (2 * C * C + 2 * C * kv + 3 * C * cfg.n_ff) + cfg.vocab_size * C
-    return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * C
+    matrices = [p for p in params(cfg).values() if len(p.shape) == 2 and p.unit != "embed"]
+    multiplying = sum(math.prod(p.shape) for p in matrices) + cfg.tie * cfg.vocab_size * cfg.n_embd
+    return 6 * multiplying + 6 * cfg.n_layer * cfg.seq_len * cfg.n_embd
 
 
 def activation_parts(

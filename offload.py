@@ -27,8 +27,11 @@ PIECE = 1 << 20  # elements that stay in the CPU's cache from the scaling of the
 class OnDevice:
     """Masters and moments lie beside the weights and updates are made at once."""
 
-    def __init__(self, run: Run, strategy):
-        """strategy: has buckets and publish(bucket), to be called when a bucket's shard has new weights."""
+    def __init__(self, run: Run, strategy, shares: list[int]):
+        """strategy: has buckets and publish(bucket), to be called when a bucket's shard has new weights.
+
+        shares: elements of this rank's share of each bucket.
+        """
         self.run, self.cfg, self.strategy = run, run.cfg, weakref.proxy(strategy)
 
     def adopt(self, bucket: Bucket) -> None:
@@ -59,12 +62,13 @@ class OnDevice:
 class Offload(OnDevice):
     """Masters and moments lie in host memory, page-locked where there is a GPU."""
 
-    def __init__(self, run: Run, strategy, numel: int, longest: int):
-        """numel: of all shares, longest: of the longest one, in elements."""
-        super().__init__(run, strategy)
+    def __init__(self, run: Run, strategy, shares: list[int]):
+        super().__init__(run, strategy, shares)
         self.cuda = run.device.type == "cuda"
         self.waits = run.cfg.overlap and strategy.updates_may_wait
-        self.host = host_memory(HOST_TENSORS * run.master_dtype.itemsize * numel, self.cuda)  # locked while this lives
+        self.host = host_memory(
+            HOST_TENSORS * run.master_dtype.itemsize * sum(shares), self.cuda
+        )  # locked while this lives
         self.free = self.host.view(run.master_dtype)
         self.home_grad: dict[str, Tensor] = {}
         self.due: dict[
@@ -76,7 +80,7 @@ class Offload(OnDevice):
             self.stream = torch.cuda.Stream()
             self.copied: dict[str, torch.cuda.Event] = {}
             # new weights leave through two page-locked buffers in turn: half the bytes of the masters over PCIe
-            self.outbox = [torch.empty(longest, dtype=run.dtype, pin_memory=True) for _ in range(2)]
+            self.outbox = [torch.empty(max(shares), dtype=run.dtype, pin_memory=True) for _ in range(2)]
             self.sent = [torch.cuda.Event() for _ in range(2)]
             self.turn = 0
 
@@ -104,10 +108,9 @@ class Offload(OnDevice):
             self.copied.setdefault(bucket.name, torch.cuda.Event()).record()
 
     def step(self, update: int, lr: float, factor: float) -> bool:
-        """Below stage 3 with overlap this only notes what to do.
-
-        Before_use() does it when forward reaches the bucket.
-        """
+        """Below stage 3 with overlap only note what to do: before_use() does it when forward reaches the bucket."""
+        if self.due:
+            raise RuntimeError(f"updates nobody came for: {', '.join(self.due)}; the model must call use()")
         self.due = dict.fromkeys(self.strategy.buckets, (update, lr, factor))
         return not self.waits and self.catch_up()
 

@@ -17,10 +17,7 @@ from support.meter import say
 
 
 def lr_at(update: int, cfg) -> float:
-    """Learning rate of update 0, 1, ....
-
-    Linear warm-up to cfg.lr, cosine down to cfg.min_lr at cfg.steps, min_lr beyond.
-    """
+    """Learning rate of update 0, 1, ...: linear warm-up to cfg.lr, cosine to cfg.min_lr at cfg.steps, then min_lr."""
     if update < cfg.warmup_steps:
         return cfg.lr * (update + 1) / cfg.warmup_steps
     if update >= cfg.steps:
@@ -102,9 +99,9 @@ class LossScaler:
         self.stuck += 1
         if self.stuck >= self.patience:
             raise UserError(
-                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last one in "
-                f"{culprit}; none of these steps changed the weights (try a lower --lr, a longer --warmup-steps, or "
-                "--dtype bfloat16)"
+                f"the gradient was not finite in {self.stuck} steps in a row at loss scale {self.scale:g}, the last "
+                f"one in {culprit}; none of these steps changed the weights (try a lower --lr, a longer "
+                "--warmup-steps, or --dtype bfloat16)"
             )
 
     def state(self) -> dict:

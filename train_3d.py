@@ -3,12 +3,12 @@
     torchrun --nproc_per_node=8 train_3d.py                                        # 2 x 2 x 2
     torchrun --nproc_per_node=8 train_3d.py --tp 4 --pp 2 --model 13b --data DIR   # 1 replica of 2 stages of 4 ranks
     torchrun --nproc_per_node=8 train_3d.py --schedule interleaved --chunks 4 --zero 0
-    torchrun --nproc_per_node=4 train_3d.py --explain                              # map of ranks, memory, bytes; then
-    exit
+    torchrun --nproc_per_node=4 train_3d.py --explain          # map of ranks, memory, bytes; then exit
 
-    replica 0:  stage 0  ranks 0 1   ==>   stage 1  ranks 2 3         ranks of a team divide each matrix: the most
-    bytes, so replica 1:  stage 0  ranks 4 5   ==>   stage 1  ranks 6 7         neighbours; replicas have the least to
-    say: outermost
+    replica 0:  stage 0  ranks 0 1   ==>   stage 1  ranks 2 3
+    replica 1:  stage 0  ranks 4 5   ==>   stage 1  ranks 6 7
+
+Neighbouring ranks form a team, which divides each matrix and moves the most bytes; replicas move the least: outermost.
 
 Each axis pays with another coin. Tensor parallel divides weights, activations and every product, and exchanges
 activations in each block. A pipeline divides layers, sends one activation per boundary, and idles while it fills and
@@ -56,6 +56,7 @@ import train_pipe
 from buckets import held_by
 from checkpoint import Checkpointer
 from data import Batches, evaluate
+from links import open_links
 from model import activation_parts, dropout_keys, flops_per_token
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
@@ -63,12 +64,12 @@ from support.meter import Meter, at, say
 from support.rendezvous import job_size
 from support.resume import progress, resume, rng_state
 from support.run import Place, Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from train_ddp import DataParallel, state_bytes
 from train_pipe import Stage, flow, layout, message_shape, receive_buffers, schedule, stage_clock
 from train_tp import build_model, check_layout, part_traffic
 from train_zero import Zero1, share_bytes
-from transport import all_reduce, choose_copy_engine, open_links
+from transport import all_reduce
 
 
 @dataclass
@@ -137,12 +138,9 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
 def check(run: Run) -> None:
     """Raises UserError, before anything is built, for a layout or a link that cannot be had."""
     check_layout(run)
-    layout(run)
-    if run.cfg.check_collectives and run.pp > 1:
-        raise UserError(
-            "--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1"
-        )
-    choose_copy_engine(run, run.pp > 1)
+    train_pipe.check(run)
+    if run.cfg.zero and run.cfg.allreduce != "torch":
+        raise UserError(f"--allreduce {run.cfg.allreduce}: --zero 1 reduces by exchange; allowed with --zero 0")
 
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
@@ -176,7 +174,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter, stage_clock(run, meter):
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter, stage_clock(run, meter):
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
@@ -200,7 +198,6 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     in_flight[number] = h, out
                 else:
                     h, out = in_flight.pop(number)
-                    strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                     grad = torch.full_like(out, scale / nominal) if stage.is_last(chunk) else stage.from_next.recv()
                     with at("backward"):
                         out.backward(grad)  # buckets leave from in here, in the last micro-batch
@@ -209,9 +206,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):
@@ -235,7 +233,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

@@ -43,7 +43,7 @@ from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
 from support.meter import Meter, at, say
 from support.resume import progress, resume, rng_state
 from support.run import Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from transport import all_reduce
 
 
@@ -67,8 +67,7 @@ class DataParallel:
         self.model, self.run, self.cfg = model, run, run.cfg
         self.groups = holders(run)
         self.buckets: dict[str, Bucket] = {}
-        self.first_micro = self.last_micro = True
-        me = weakref.proxy(self)  # the garbage collector does not see into hooks: held by them, all this would not die
+        me = weakref.proxy(self)  # hooks that held more than a weak reference would keep all this alive after main()
         for i, (unit, what) in enumerate((held or held_by(run)).items()):
             bucket = self.buckets[unit] = Bucket(i, unit, what, run, self.groups[what.holders], self.shared)
             self.add_buffers(bucket)
@@ -83,7 +82,7 @@ class DataParallel:
             bucket.weights = bucket.shard = bucket.master.to(self.run.dtype)
         bucket.grad = bucket.grad_shard = torch.zeros_like(bucket.master)  # sum over micro-batches, then over ranks
         bucket.owned = bucket.grad.tensor_split(bucket.n)[bucket.index]
-        bucket.wire, bucket.work = bucket.grad, None
+        bucket.wire = bucket.grad
 
     def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x, y (B, T) int64 -> summed loss, and how many targets it stands for; over all ranks each counts once."""
@@ -93,9 +92,9 @@ class DataParallel:
         """Move one gradient into its bucket and, in the last micro-batch, send the bucket once it is complete."""
         into = bucket.view(bucket.grad, name)
         # bf16 gradient added in fp32; the first micro-batch overwrites, which saves clearing 4 bytes per parameter
-        into.copy_(param.grad) if self.first_micro else into.add_(param.grad)
+        into.copy_(param.grad) if bucket.passes == 0 else into.add_(param.grad)
         param.grad = None  # so that the bf16 gradients of one block are alive, not of all
-        if bucket.arrive(name) and self.last_micro and self.cfg.overlap:
+        if bucket.gradient_came(name) and bucket.passes == self.run.accum and self.cfg.overlap:
             self.reduce(bucket)
 
     def reduce(self, bucket: Bucket) -> None:
@@ -149,6 +148,7 @@ class DataParallel:
 
     def pieces(self) -> dict[str, Piece]:
         """The training state by name, for checkpoint.py; what several ranks hold, one of them writes."""
+        self.catch_up()
         return {name: piece for bucket in self.buckets.values() for name, piece in bucket.pieces().items()}
 
     def masters_changed(self) -> None:
@@ -175,8 +175,10 @@ def state_bytes(run: Run, held: dict[str, Held]) -> tuple[dict[str, int], list[t
         "gradients on the wire": sum(sent.values()) if wire != master else 0,
     }
     if run.cfg.allreduce != "torch" and sent:
-        facts = wire, run.dp, run.device.type, wire != master
-        memory["reduction buffers"] = extra_bytes(run.cfg.allreduce, largest, *facts)
+        memory["reduction buffers"] = max(
+            extra_bytes(run.cfg.allreduce, sizes[u], wire, copies(run, held[u]), run.device.type, wire != master)
+            for u in sent
+        )
     twins = [("all_reduce", "tied embedding", master * sizes[unit]) for unit in held if held[unit].twin]
     return memory, [("all_reduce", unit, size) for unit, size in reversed(sent.items())] + twins
 
@@ -216,14 +218,13 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter:
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter:
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
-            for micro in range(run.accum):
+            for _ in range(run.accum):
                 x, y, sample = batches.next()
                 keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
@@ -232,9 +233,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):
@@ -258,7 +260,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

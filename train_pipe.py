@@ -1,11 +1,11 @@
 """Pipeline parallel training: the model is cut into stages, a rank holds one, and micro-batches stream through them.
 
-    torchrun --nproc_per_node=4 train_pipe.py                            # 4 stages, 1F1B
-    torchrun --nproc_per_node=4 train_pipe.py --pp 2                     # 2 stages, 2 data-parallel replicas of the
-    pipeline torchrun --nproc_per_node=2 train_pipe.py --model 6b --global-batch 64 --micro-batch 4 --data DIR torchrun
-    --nproc_per_node=2 train_pipe.py --schedule interleaved --chunks 4 --model 6b --global-batch 64 --data DIR python
-    train_pipe.py --draw --pp 4 --global-batch 8 --micro-batch 1  # the schedules as timelines, then exit torchrun
-    --nproc_per_node=2 train_pipe.py --stages 3,1 --explain     # blocks per stage by hand; memory and sends, then exit
+    torchrun --nproc_per_node=4 train_pipe.py                           # 4 stages, 1F1B
+    torchrun --nproc_per_node=4 train_pipe.py --pp 2                    # 2 stages, 2 data-parallel replicas
+    torchrun --nproc_per_node=2 train_pipe.py --model 6b --global-batch 64 --micro-batch 4 --data DIR
+    torchrun --nproc_per_node=2 train_pipe.py --schedule interleaved --chunks 4 --model 6b --global-batch 64 --data DIR
+    python train_pipe.py --draw --pp 4 --global-batch 8 --micro-batch 1 # the schedules as timelines, then exit
+    torchrun --nproc_per_node=2 train_pipe.py --stages 3,1 --explain    # blocks per stage by hand, then exit
 
     gpipe: 4 stages, 4 micro-batches, idle 42.9% of the time
       stage 0  F0F1F2F3 . . . . . . . . .B0--B1--B2--B3--  holds 4
@@ -41,7 +41,7 @@ boundaries instead of p - 1 and, on the first stage, (p-1)/v micro-batches more 
 Bytes over each boundary: B T C x 2 in bf16, per micro-batch and direction: 67 MB for 4 sequences of the 6b model,
 against a quarter of a second of compute on each of two stages. They are hidden: a send is waited for only at the next
 one, and comes into a buffer that is ready before it is needed: on GPUs of one host by copy engine into one of two slots
-(transport.py), else into a receive posted before the micro-batch before is computed. Bytes of state per rank: 18 per
+(links.py), else into a receive posted before the micro-batch before is computed. Bytes of state per rank: 18 per
 parameter of its stage. The price is the bubble, and the slowest stage: the head weighs about a block, so the last stage
 gets fewer of them; a cut may go through a block, between attention and MLP.
 
@@ -68,16 +68,17 @@ import train_ddp
 from buckets import held_by
 from checkpoint import Checkpointer
 from data import Batches, evaluate
+from links import Links, open_links
 from model import GPT, ModelConfig, activation_parts, dropout_keys, flops_per_token
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
 from support.meter import Meter, at, say
 from support.resume import progress, resume, rng_state
 from support.run import Place, Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from support.timeline import draw_all, most_in_flight
 from train_ddp import DataParallel, state_bytes
-from transport import Links, all_reduce, choose_copy_engine, open_links
+from transport import all_reduce, choose_copy_engine
 
 
 @dataclass
@@ -96,25 +97,19 @@ class Config(train_ddp.Config):
 
 
 def schedule(name: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[tuple[str, int]]:
-    """What a stage does in one step, in order: ("F" | "B", micro-batch) pairs.
-
-    Pure, so it can be proved without processes.
+    """What a stage does in one step, in order: ("F" | "B", number) pairs. Pure, so it can be proved without processes.
 
     Micro-batches come in the same order in all schedules and both passes: sums of gradients are bit-equal, and a link
     needs no tags. Interleaved: micro-batch i in the stage's chunk c is the number c * micro_batches + i; stages divides
     micro_batches.
     """
     n = micro_batches * chunks
-    # forwards before the alternation begins; interleaved, the first micro-batches return from the last chunk so much
-    # later
-    warmup = (
-        n
-        if name == "gpipe"
-        else stages - stage - 1
-        if chunks == 1
-        else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    )
-    warmup = min(warmup, n)
+    if name == "gpipe":  # forwards before the alternation begins
+        warmup = n
+    elif chunks == 1:
+        warmup = min(n, stages - stage - 1)
+    else:  # the first micro-batches return from the last chunk so much later
+        warmup = min(n, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
     def number(k: int, backward: bool) -> int:
         """Of the k-th pass: as many micro-batches as there are stages go through one chunk, then through the next."""
@@ -140,8 +135,8 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
         sizes = [round(2 * float(b)) if re.fullmatch(r"\d+(\.[05])?", b) else 0 for b in by_hand.split(",")]
         if len(sizes) != parts or min(sizes) < 1 or sum(sizes) != n:
             raise UserError(
-                f"--stages {by_hand}: expected {parts} numbers of blocks, whole or with .5, with the sum {model_cfg.n_layer} "
-                "(the model's)"
+                f"--stages {by_hand}: expected {parts} numbers of blocks, whole or with .5, with the sum "
+                f"{model_cfg.n_layer} (the model's)"
             )
     elif parts > model_cfg.n_layer:
         raise UserError(
@@ -176,11 +171,14 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
 def layout(run: Run) -> list[list[range]]:
     """The parts of the model that each stage has, by stage and chunk. Raises UserError."""
     cfg = run.cfg
+    if "chunks" in cfg.given and cfg.schedule != "interleaved":
+        raise UserError(f"--chunks {cfg.chunks} is for --schedule interleaved, this is {cfg.schedule}")
     chunks = cfg.chunks if cfg.schedule == "interleaved" and run.pp > 1 else 1
     if chunks < 1 or chunks > 1 and run.accum % run.pp:
         raise UserError(
-            f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or more "
-            f"and the number of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of --pp {run.pp}"
+            f"--schedule interleaved with --chunks {cfg.chunks} and {run.accum} micro-batches: chunks must be 1 or "
+            f"more and the number of micro-batches (--global-batch / --micro-batch / {run.dp}) a multiple of "
+            f"--pp {run.pp}"
         )
     parts = cut(run.model_cfg, run.pp, chunks, cfg.stages)
     return [parts[s :: run.pp] for s in range(run.pp)]
@@ -231,10 +229,7 @@ class Stage:
             self.from_next.expect(gradients * micro_batches, early=False)
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss and targets of one batch without backward: on the last stage, 0 elsewhere.
-
-        What evaluate() calls.
-        """
+        """Summed loss and targets of one batch without backward, for evaluate(): on the last stage; 0 elsewhere."""
         for chunk in range(len(self.parts)):
             h = None
             if not self.is_first(chunk):
@@ -255,25 +250,21 @@ class Stage:
         cfg, run = self.run.cfg, self.run
         ids = torch.zeros(cfg.micro_batch, cfg.seq_len, dtype=torch.int64, device=run.device)
         keys = dropout_keys(cfg.seed, 0, ids[:, 0]) if run.model_cfg.dropout else None
-        strategy.last_micro = False
-        for number in range(2 * len(self.parts)):
-            chunk, strategy.first_micro = number % len(self.parts), number < len(self.parts)  # copied, then added
+        for bucket in strategy.buckets.values():
+            bucket.passes = -2  # those to come here are not of a step
+        for chunk in [*range(len(self.parts)), *range(len(self.parts))]:
             h = torch.zeros(message_shape(run), dtype=run.dtype, device=run.device)
             with torch.no_grad():
                 self.forward(chunk, h, ids, ids)  # as evaluation does
             out, _ = self.forward(chunk, h.requires_grad_(), ids, ids, keys)
             out.backward(torch.zeros_like(out))
-        for bucket in strategy.buckets.values():
-            bucket.passes = 0
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
 def flow(run: Run, kept: Callable[[range], int]) -> tuple[int, int, list[tuple[str, str, int]]]:
-    """What goes through this stage in a step.
-
-    Micro-batches in flight at most, bytes of activations alive at most, messages.
+    """What goes through this stage in a step: micro-batches in flight and activation bytes at most, and its messages.
 
     kept: bytes that one forward pass of a part keeps for its backward pass.
     """
@@ -389,7 +380,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter, stage_clock(run, meter):
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter, stage_clock(run, meter):
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
@@ -413,7 +404,6 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     in_flight[number] = h, out
                 else:
                     h, out = in_flight.pop(number)
-                    strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                     grad = torch.full_like(out, scale / nominal) if stage.is_last(chunk) else stage.from_next.recv()
                     with at("backward"):
                         out.backward(grad)  # buckets leave from in here, in the last micro-batch
@@ -422,9 +412,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):
@@ -448,7 +439,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

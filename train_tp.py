@@ -1,10 +1,9 @@
 """Tensor parallel training: each matrix is divided among the ranks, which work on the same batch at the same time.
 
-    torchrun --nproc_per_node=2 train_tp.py                    # --tp 2: all ranks
-    torchrun --nproc_per_node=8 train_tp.py --tp 2 --model 6b --micro-batch 8 --global-batch 64 --data DIR   # 2 x 4
-    data parallel torchrun --nproc_per_node=2 train_tp.py --no-overlap       # whole micro-batches, every collective
-    waited for torchrun --nproc_per_node=2 train_tp.py --explain          # memory, collectives and batch arithmetic,
-    then exit
+    torchrun --nproc_per_node=2 train_tp.py                     # --tp 2: all ranks
+    torchrun --nproc_per_node=8 train_tp.py --tp 2 --model 6b --micro-batch 8 --global-batch 64 --data DIR  # 4 replicas
+    torchrun --nproc_per_node=2 train_tp.py --no-overlap        # whole micro-batches, every collective waited for
+    torchrun --nproc_per_node=2 train_tp.py --explain           # memory, collectives and batch arithmetic, then exit
 
 A pair of matrices with something elementwise between them needs no communication inside: A is cut by columns, B by
 rows,
@@ -18,9 +17,10 @@ regions (residual, dropout, norm) works on each token by itself, so there every 
 arrives by reduce_scatter, the next region's X by all_gather. Each is the other's derivative, so backward is the same
 picture:
 
-    forward    Z_r --reduce_scatter--> z --> x = x + z, n = norm(x)  --all_gather--> X      ReduceScatter is g-bar,
-    AllGather g backward  dZ_r <---all_gather----- dz <-- dx = dx + norm'(dn)   <-reduce_scatter- dX     of the
-    sequence-parallel paper
+    forward    Z_r --reduce_scatter--> z --> x = x + z, n = norm(x)  --all_gather--> X
+    backward  dZ_r <---all_gather----- dz <-- dx = dx + norm'(dn)   <-reduce_scatter- dX
+
+The sequence-parallel paper calls the all_gather g and the reduce_scatter g-bar.
 
 One step:
 
@@ -61,7 +61,7 @@ from support.flags import UserError
 from support.meter import Meter, at, say
 from support.resume import progress, resume, rng_state
 from support.run import Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from train_ddp import DataParallel, state_bytes
 from transport import all_gather_single, all_reduce, reduce_scatter_single
 
@@ -154,7 +154,7 @@ def logits_to_grad(logits: Tensor, y: Tensor, log_z: Tensor, scale: Tensor, voca
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropies over the targets that count, from logits (B, T, V/tp) of which each rank has its words.
+    """Sum of the cross-entropies over the targets that count; each rank has the logits (B, T, V/tp) of its words.
 
     log Z = log sum over r of exp(log Z_r): two numbers per token and rank travel instead of V/tp logits. All ranks add
     the same numbers in the same order and get the same bits. Backward writes over the logits, 2 bytes each, not 2 + 4 +
@@ -182,9 +182,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 # --- the idea: between the regions ------------------------------------------------------------------------------------
-# A part of the micro-batch has B sequences, each cut into tp pieces of T/tp tokens; rank r keeps pieces r B ... r B + B
-# - 1 of these B tp, in the order in which they lie in (B, T, C). Any share would do where tokens do not meet; with this
-# one the collectives read and write (B, T, C) as it is, without a transposed copy.
+# A part of the micro-batch has B sequences, each cut into tp pieces of T/tp tokens; rank r keeps pieces r B to
+# (r + 1) B - 1 of these B tp, in the order in which they lie in (B, T, C). Any share would do where tokens do not meet;
+# with this one the collectives read and write (B, T, C) as it is, without a transposed copy.
 
 
 def dropout_pieces(x: Tensor, p: float, keys: Tensor | None, layer: Tensor, site: int, rank: int, tp: int) -> Tensor:
@@ -209,10 +209,7 @@ def all_gather(x: Tensor, team: Team, what: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, team: Team, what: str) -> Tensor:
-    """g-bar: a summand (B, T, C) on each rank -> this rank's pieces (B, T/tp, C) of the sum. Its derivative.
-
-    All_gather.
-    """
+    """g-bar: a summand (B, T, C) on each rank -> its pieces (B, T/tp, C) of the sum. Its derivative is all_gather."""
     B, T, C = x.shape
     pieces = x.new_empty(B, T // team.size, C)
     with at("reduce_scatter", what, x.nbytes):
@@ -221,9 +218,9 @@ def reduce_scatter(x: Tensor, team: Team, what: str) -> Tensor:
 
 
 def add_norm(x: Tensor | None, z: Tensor | None, weight: Tensor | None, eps: float, *drop) -> tuple:
-    """x + dropout(z) and its RMSNorm, all (B, T/tp, C). x None: no residual yet, z None: nothing to add, weight.
+    """x + dropout(z) and its RMSNorm, all (B, T/tp, C).
 
-    No norm.
+    x None: no residual yet. z None: nothing to add. weight None: no norm.
     """
     if z is not None:
         z = dropout_pieces(z, *drop)
@@ -257,7 +254,7 @@ class Junction:
 
     def __init__(self, model: "TensorParallelGPT", k: int, keys: Tensor | None, front: bool, back: bool):
         self.model, self.team, (self.before, self.after) = model, model.team, model.regions[k : k + 2]
-        self.norm, self.front = model.norms[k] if back else None, front
+        self.weight, self.front = model.norms[k].weight if back else None, front
         block, site = divmod(k - 1, 2)  # the half of a block whose output arrives; k = 0: the embedding's
         layer, site = (model.blocks[block].layer, site) if k else (model.embed_layer, 0)
         p = model.cfg.dropout if front else 0.0
@@ -308,7 +305,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx: Tensor, dwhole: Tensor | None):
         junction, team = ctx.junction, ctx.junction.team
-        weight = None if junction.norm is None else junction.norm.weight.detach()
+        weight = None if junction.weight is None else junction.weight.detach()
         junction.inputs = dx, dwhole
         with team.beside():
             dn = None if dwhole is None else reduce_scatter(dwhole, team, junction.after)
@@ -350,7 +347,7 @@ class TensorParallelGPT(GPT):
         for name in ("attention", "mlp", "own_stats", "logits_to_grad", *pointwise):
             setattr(self, name, torch.compile(getattr(self, name), fullgraph=True))
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed_summand(self, ids: Tensor) -> Tensor:
         """ids (B, T) -> this rank's summand (B, T, C): the embeddings of its own words."""
         table = self.tok_emb.weight  # (V/tp, C)
         own, row = own_rows(ids, 0, len(table), self.cfg.vocab_size, self.team)
@@ -375,22 +372,24 @@ class TensorParallelGPT(GPT):
         part = range(last) if part is None else part
         key_parts = [None] * self.n_parts if keys is None else keys.chunk(self.n_parts)
 
-        def leave(p: int, k: int, partial: Tensor | None, residual: Tensor | None) -> tuple:
-            """The summand of region k sets off, or the pieces that another stage has sent."""
-            junction = Junction(self, k, key_parts[p], partial is not None, back=k < part.stop or part.stop == last)
-            return junction, *Leave.apply(junction, partial, residual, junction.norm and junction.norm.weight)
+        def junction(p: int, k: int, front: bool = True) -> Junction:
+            return Junction(self, k, key_parts[p], front, back=k < part.stop or part.stop == last)
 
-        if part.start == 0:
-            under_way = [leave(p, 0, self.embed(ids), None) for p, ids in enumerate(x.chunk(self.n_parts))]
-        else:
-            under_way = [leave(p, part.start, None, pieces) for p, pieces in enumerate(h.chunk(self.n_parts))]
+        under_way = []  # of each part, its junction and what that returns
+        for p, ids in enumerate(x.chunk(self.n_parts)):
+            j = junction(p, part.start, front=part.start == 0)
+            if part.start == 0:
+                under_way.append((j, *Leave.apply(j, self.embed_summand(ids), None, j.weight)))
+            else:  # the front was another stage's
+                under_way.append((j, *Leave.apply(j, None, h.chunk(self.n_parts)[p], j.weight)))
         for half in part:
-            for p, junction in enumerate(under_way):
-                residual, whole = Enter.apply(*junction)
-                under_way[p] = leave(p, half + 1, self.core(half, whole), residual)
+            for p, arriving in enumerate(under_way):
+                residual, whole = Enter.apply(*arriving)
+                j = junction(p, half + 1)
+                under_way[p] = j, *Leave.apply(j, self.core(half, whole), residual, j.weight)
         done = []
-        for junction, targets in zip(under_way, y.chunk(self.n_parts)):
-            residual, whole = Enter.apply(*junction)
+        for arriving, targets in zip(under_way, y.chunk(self.n_parts)):
+            residual, whole = Enter.apply(*arriving)
             loss = whole is not None
             done.append(VocabParallelCrossEntropy.apply(self.head(whole), targets, self) if loss else residual)
         targets = (y != IGNORE).sum() * (self.team.rank == 0)
@@ -486,14 +485,13 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter:
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter:
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
-            for micro in range(run.accum):
+            for _ in range(run.accum):
                 x, y, sample = batches.next()
                 keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
@@ -502,9 +500,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):
@@ -528,7 +527,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

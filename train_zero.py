@@ -43,7 +43,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,9 @@ from torch import Tensor
 
 import train_ddp
 from buckets import Bucket, Held, copies, held_by, padded
-from checkpoint import Checkpointer, Piece
+from checkpoint import Checkpointer
 from data import Batches, evaluate
-from model import GPT, IGNORE, activation_bytes, dropout_keys, flops_per_token
+from model import GPT, activation_bytes, dropout_keys, flops_per_token
 from offload import HOST_TENSORS, Offload, OnDevice
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
@@ -61,16 +61,14 @@ from support.meter import Meter, at, say
 from support.rendezvous import job_size
 from support.resume import progress, resume, rng_state
 from support.run import Run
-from support.start import explain, run_script, say_if_stopped, start, stop_signal
+from support.start import end, explain, run_script, start, stop_signal
 from train_ddp import DataParallel
-from transport import Collectives, CopyEngines, all_reduce, choose_copy_engine, open_transport
+from transport import Collectives, all_reduce, choose_copy_engine, open_transport
 
 
 @dataclass
 class Config(train_ddp.Config):
-    stage: Literal[0, 1, 2, 3] = (
-        2  # 1: optimizer state sharded, 2: and gradients, 3: and weights; 0: nothing, train_ddp.py
-    )
+    stage: Literal[0, 1, 2, 3] = 2  # 1: optimizer state shared out, 2: and gradients, 3: and weights; 0: nothing
     offload: Literal["none", "optimizer"] = "none"  # optimizer: masters and moments in host memory, updated by the CPU
     copy_engine: bool | None = None  # stage 2, 3: copy engines instead of NCCL's kernels [if all GPUs are on one host]
     deepspeed: str = ""  # a DeepSpeed configuration file to take these settings from
@@ -83,46 +81,36 @@ class Config(train_ddp.Config):
 # --- the idea: stage 1, masters and moments shared out ----------------------------------------------------------------
 
 
-class Sent(NamedTuple):
-    """A gradient on its way: `full` of this rank (kept until it has been read), `received` from all."""
-
-    bucket: Bucket
-    work: object  # to be waited for; None: there is nobody to send to
-    full: Tensor
-    received: Tensor
-    first: bool  # micro-batch whose gradient overwrites the sum
-    last: bool
-
-
 class Zero1(DataParallel):
-    """Each holder of a bucket sums, updates and then sends one share of it. Works over any `held`."""
+    """Each holder of a bucket sums, updates and then sends one share of it. Works over any `held`.
+
+    Offload needs a model that says which weights it is about to use, as GPT does.
+    """
 
     shared = True
+    open_transport = Collectives
     updates_may_wait = True  # until the next forward pass comes to a bucket: offload.py
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        run: Run,
-        held: dict[str, Held] | None = None,
-        offload: bool = False,
-        transport: Collectives | CopyEngines | None = None,
-    ):
+    def __init__(self, model: torch.nn.Module, run: Run, held: dict[str, Held] | None = None, offload: bool = False):
         held = held or held_by(run)
-        self.transport = transport or Collectives(run)
-        shares = [padded(what, copies(run, what)) // copies(run, what) for what in held.values()]
-        self.optimizer = Offload(run, self, sum(shares), max(shares)) if offload else OnDevice(run, self)
-        self.received = receive_buffers(run, held, self.wire_dtype(run))
-        self.sent: list[Sent | None] = [None, None]  # by slot; buckets take turns: a buffer each would cost 24 GB on 6b
+        self.transport, self.wire = self.open_transport(run), self.wire_dtype(run)
+        self.optimizer = (Offload if offload else OnDevice)(run, self, shares(run, held))
+        self.allocate(run, held)
         compiled = run.cfg.compile and run.device.type == "cuda"
         self.add = torch.compile(add_in_order, dynamic=True) if compiled else add_in_order
         super().__init__(model, run, held)
+        model.use, model.leave = self.use, self.leave
         self.masters_changed()
 
     @staticmethod
     def wire_dtype(run: Run) -> torch.dtype:
         """In which gradients travel."""
         return run.wire_dtype
+
+    def allocate(self, run: Run, held: dict[str, Held]) -> None:
+        """Buffers that buckets use in turn, even and odd ones: of each kind one per bucket would cost 24 GB on 6b."""
+        self.received = [torch.empty(longest_sent(run, held), dtype=self.wire, device=run.device) for _ in range(2)]
+        self.sent: list[Bucket | None] = [None, None]  # whose gradient is on its way
 
     def add_buffers(self, bucket: Bucket) -> None:
         """Whole weights, of which the shard is a view; whole gradients, summed over micro-batches."""
@@ -133,22 +121,10 @@ class Zero1(DataParallel):
         bucket.grad_shard = bucket.owned = bucket.grad[bucket.mine]
         self.optimizer.adopt(bucket)
 
-    def __call__(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """GPT.forward, with each unit's weights there in time."""
-        model = self.model
-        cos, sin = model.cos[: x.shape[1]], model.sin[: x.shape[1]]
-        self.use("embed")
-        h = model.embed(x, keys)
-        for i, block in enumerate(model.blocks):
-            self.use(f"block.{i}")
-            h = self.leave(block(h, cos, sin, keys), f"block.{i}")
-        self.use("head")
-        return model.loss_sum(h, y), (y != IGNORE).sum()
-
     def use(self, unit: str) -> None:
         """The forward pass is about to compute with this unit's weights; with offload their update may still be due."""
         self.optimizer.before_use(self.buckets[unit])
-        self.arrive(self.buckets[unit])
+        self.wait_for_weights(self.buckets[unit])
 
     def leave(self, h: Tensor, unit: str) -> Tensor:
         """The forward pass comes out of a block."""
@@ -157,34 +133,33 @@ class Zero1(DataParallel):
     def reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over its holders, each to get its share of the sum."""
         bucket.note_norms(bucket.grad)
-        full = bucket.grad.to(self.wire_dtype(self.run)) if bucket.n > 1 else bucket.grad
-        self.exchange(bucket, full, first=True, last=True)
+        full = bucket.grad.to(self.wire) if bucket.n > 1 else bucket.grad
+        self.exchange(bucket, full, overwrite=True, final=True)
 
-    def exchange(self, bucket: Bucket, full: Tensor, first: bool, last: bool) -> None:
-        """Send piece r of `full` (padded,) to holder r; take_in() adds what comes. first, last.
-
-        Of the micro-batches.
-        """
+    def exchange(self, bucket: Bucket, full: Tensor, overwrite: bool, final: bool) -> None:
+        """Send piece r of `full` (padded,) to holder r. overwrite: else what comes is added; final: the step's last."""
         self.take_in(bucket.slot)
-        received, work = full, None
+        bucket.full, bucket.overwrite, bucket.final = full, overwrite, final
         if bucket.n > 1:
             received = self.received[bucket.slot][: bucket.padded]
-            work = self.transport.exchange(received, full, bucket.group, bucket.name)
-        self.sent[bucket.slot] = Sent(bucket, work, full, received, first, last)
+            bucket.work = self.transport.exchange(received, full, bucket.group, bucket.name)
+        self.sent[bucket.slot] = bucket
         if not self.cfg.overlap:
             self.take_in(bucket.slot)
 
     def take_in(self, slot: int) -> None:
         """Add up, in the order of the ranks, what has come in this slot; its buffers are then free again."""
-        if self.sent[slot] is None:
+        bucket, self.sent[slot] = self.sent[slot], None
+        if bucket is None:
             return
-        (bucket, work, _, received, first, last), self.sent[slot] = self.sent[slot], None
-        if work is not None:
+        received = bucket.full if bucket.n == 1 else self.received[slot][: bucket.padded]
+        if bucket.work is not None:
             with at("wait", bucket.name):
-                work.wait()
+                bucket.work.wait()
         if received is not bucket.grad:
-            self.add(bucket.grad_shard, received.view(bucket.n, -1), first)
-        if last:
+            self.add(bucket.grad_shard, received.view(bucket.n, -1), bucket.overwrite)
+        bucket.full = bucket.work = None
+        if bucket.final:
             self.optimizer.gradient_done(bucket)
 
     def wait(self, bucket: Bucket) -> None:
@@ -200,9 +175,9 @@ class Zero1(DataParallel):
         if bucket.n > 1:
             bucket.gathering = self.transport.all_gather(bucket.weights, bucket.shard, bucket.group, bucket.name)
         if not self.cfg.overlap:
-            self.arrive(bucket)
+            self.wait_for_weights(bucket)
 
-    def arrive(self, bucket: Bucket) -> None:
+    def wait_for_weights(self, bucket: Bucket) -> None:
         """Wait for weights under way: on a GPU the compute stream waits, not the host."""
         if bucket.gathering is not None:
             with at("wait", bucket.name):
@@ -212,7 +187,7 @@ class Zero1(DataParallel):
     def published(self) -> None:
         """All updates are made: their weights are there, on every rank."""
         for bucket in self.buckets.values():
-            self.arrive(bucket)
+            self.wait_for_weights(bucket)
 
     def masters_changed(self) -> None:
         """After a load: bring the compute weights up to date."""
@@ -226,27 +201,9 @@ class Zero1(DataParallel):
         if self.optimizer.catch_up():
             self.published()
 
-    def pieces(self) -> dict[str, Piece]:
-        """The training state by name, for checkpoint.py."""
-        self.catch_up()
-        return super().pieces()
-
-
-def receive_buffers(run: Run, held: dict[str, Held], dtype: torch.dtype) -> list[Tensor]:
-    """Two, each as long as the longest bucket that several ranks hold; none if there is no such bucket."""
-    longest = longest_shared(run, held)
-    return [torch.empty(longest, dtype=dtype, device=run.device) for _ in range(2)] if longest else []
-
-
-def longest_shared(run: Run, held: dict[str, Held]) -> int:
-    return max([padded(what, n) for what in held.values() if (n := copies(run, what)) > 1], default=0)
-
 
 def add_in_order(shard: Tensor, pieces: Tensor, overwrite: bool) -> None:
-    """shard (S,) fp32 (=|+=) the sum of pieces (N, S), added in fp32 in the order of the rows.
-
-    One pass when compiled.
-    """
+    """shard (S,) becomes, or grows by, the sum of pieces (N, S) in the order of the rows, in shard's dtype."""
     total = pieces[0].to(shard.dtype)
     for piece in pieces[1:]:
         total = total + piece
@@ -257,22 +214,22 @@ def add_in_order(shard: Tensor, pieces: Tensor, overwrite: bool) -> None:
 
 
 class Zero2(Zero1):
-    """Gradients leave in every micro-batch.
+    """Gradients leave in every micro-batch; whole ones are alive of two buckets at most."""
 
-    Whole ones are alive of two buckets at most, in two buffers used in turn.
-    """
-
-    def __init__(self, model: GPT, run: Run, offload: bool = False, transport: Collectives | CopyEngines | None = None):
-        transport = transport or open_transport(run)
-        longest = max(padded(what, run.dp) for what in held_by(run).values())
-        self.full = transport.empty(2 * longest, self.wire_dtype(run)).split(longest)
-        self.watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
-        super().__init__(model, run, offload=offload, transport=transport)
+    open_transport = staticmethod(open_transport)
+    watch = False  # after a gradient that was not finite: look at each rank's own, to name the culprit
 
     @staticmethod
     def wire_dtype(run: Run) -> torch.dtype:
         """As computed: the sums over ranks and micro-batches are made in fp32 where they arrive."""
         return run.wire_dtype if run.wire_dtype != run.master_dtype and run.world_size > 1 else run.dtype
+
+    def allocate(self, run: Run, held: dict[str, Held]) -> None:
+        super().allocate(run, held)
+        if any(copies(run, what) != run.world_size for what in held.values()):
+            raise ValueError("stages 2 and 3 share every bucket out over all ranks")
+        longest = max(padded(what, run.dp) for what in held.values())
+        self.full = self.transport.empty(2 * longest, self.wire).split(longest)
 
     def add_buffers(self, bucket: Bucket) -> None:
         """Whole weights, of gradients the share."""
@@ -287,10 +244,11 @@ class Zero2(Zero1):
             full[bucket.numel :].zero_()
         bucket.view(full, name).copy_(param.grad)
         param.grad = None
-        if bucket.arrive(name):
+        first = bucket.passes == 0
+        if bucket.gradient_came(name):
             if self.watch:
-                bucket.note_norms(full, add=not self.first_micro)
-            self.exchange(bucket, full, self.first_micro, self.last_micro)
+                bucket.note_norms(full, add=not first)
+            self.exchange(bucket, full, overwrite=first, final=bucket.passes == self.run.accum)
 
     def reduce(self, bucket: Bucket) -> None:
         """Nothing is left for the end of a step: all has been sent."""
@@ -312,58 +270,52 @@ class Zero2(Zero1):
 
 
 class Zero3(Zero2):
-    """Weights are gathered round each block into two buffers, which the units take in turn.
-
-    One computes, one arrives.
-    """
+    """Weights are gathered round each block into two buffers used in turn: one computes, one arrives."""
 
     updates_may_wait = False  # the others fetch this rank's shards when they like
 
-    def __init__(self, model: GPT, run: Run, offload: bool = False):
-        transport, held = open_transport(run), held_by(run)
-        self.units, sizes = list(held), [padded(what, run.dp) // run.dp for what in held.values()]
-        self.shards = dict(zip(held, transport.empty(sum(sizes), run.dtype).split(sizes)))
-        self.places = [torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(run, held)]
+    def allocate(self, run: Run, held: dict[str, Held]) -> None:
+        self.units, sizes = list(held), shares(run, held)
+        self.shards = dict(zip(held, self.transport.empty(sum(sizes), run.dtype).split(sizes)))
+        self.weight_buffers = [torch.empty(n, dtype=run.dtype, device=run.device) for n in buffer_lengths(run, held)]
         self.there: list[int | None] = [None] * 3  # which unit's weights are in each of them
-        super().__init__(model, run, offload, transport)
+        super().allocate(run, held)
 
     def add_buffers(self, bucket: Bucket) -> None:
-        """Of weights and gradients the share; whole weights in a buffer that others use too."""
+        """Of weights and gradients the share; whole weights in a place that others use too."""
         super().add_buffers(bucket)
-        place = buffer_of(bucket.number, self.run.model_cfg.tie)
-        bucket.shard, bucket.weights = self.shards[bucket.name], self.places[place][: bucket.padded]
+        buffer = buffer_of(bucket.number, self.run.model_cfg.tie)
+        bucket.shard, bucket.weights = self.shards[bucket.name], self.weight_buffers[buffer][: bucket.padded]
 
     def use(self, unit: str) -> None:
         """Forward: wait for this unit's weights; while it computes, the next unit's come."""
         i = self.units.index(unit)
-        if i == 0 and self.first_micro:
+        if i == 0 and self.buckets[unit].passes == 0:
             self.there = [None] * 3  # every step gathers alike, also after an evaluation
-        self.use_and_fetch(i, i + 1 if i + 1 < len(self.units) else None)
+        self.have(i, ahead=i + 1 if i + 1 < len(self.units) else None)
 
-    def use_and_fetch(self, i: int, ahead: int | None) -> None:
+    def leave(self, h: Tensor, unit: str) -> Tensor:
+        """Backward will come in here: then this block's weights are waited for, and those of the one before come."""
+        return UseInBackward.apply(h, self, self.units.index(unit))
+
+    def have(self, i: int, ahead: int | None) -> None:
+        """Wait for the weights of unit i, and have those of unit `ahead` come meanwhile."""
         self.all_gather(i)
-        self.arrive(self.buckets[self.units[i]])
+        self.wait_for_weights(self.buckets[self.units[i]])
         if self.cfg.overlap and ahead is not None:
             self.all_gather(ahead)
 
     def all_gather(self, i: int) -> None:
-        """Start bringing unit i into its buffer, over unit i-2 or i+2, whose compute is queued before.
-
-        Unless it is there.
-        """
-        place, bucket = buffer_of(i, self.run.model_cfg.tie), self.buckets[self.units[i]]
-        if self.there[place] != i:
+        """Start bringing unit i to its buffer unless it is there, over a unit whose compute is queued before."""
+        buffer, bucket = buffer_of(i, self.run.model_cfg.tie), self.buckets[self.units[i]]
+        if self.there[buffer] != i:
             bucket.gathering = self.transport.all_gather(bucket.weights, bucket.shard, bucket.group, bucket.name)
-            self.there[place] = i
-
-    def leave(self, h: Tensor, unit: str) -> Tensor:
-        """Backward will come in here: then this block's weights are waited for and the ones before it called."""
-        return UseInBackward.apply(h, self, self.units.index(unit))
+            self.there[buffer] = i
 
     def finish(self) -> Tensor:
-        square = super().finish()
-        self.there = [None] * 3  # what the buffers hold is about to be the weights of the step before
-        return square
+        """As before; and what the places hold is about to be the weights of the step before."""
+        self.there = [None] * 3
+        return super().finish()
 
     def publish(self, bucket: Bucket) -> None:
         """Others fetch the shard when they need it."""
@@ -384,26 +336,38 @@ class UseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         # Backward does not need the embedding; fetch it for the next micro-batch, unless this is the last one.
-        ahead = ctx.i - 1 if ctx.i > 1 or not ctx.zero.last_micro else None
-        ctx.zero.use_and_fetch(ctx.i, ahead)
+        last = ctx.zero.buckets["embed"].passes + 1 == ctx.zero.run.accum
+        ctx.zero.have(ctx.i, ahead=ctx.i - 1 if ctx.i > 1 or not last else None)
         return grad, None, None
 
 
 def buffer_of(i: int, tied: bool) -> int:
-    """Which buffer unit i takes: one of two in turn, a tied embedding its own, for both ends of a pass need it."""
+    """Which place unit i takes: one of two in turn, a tied embedding its own, for both ends of a pass need it."""
     return 2 if tied and i == 0 else i % 2
 
 
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def shares(run: Run, held: dict[str, Held]) -> list[int]:
+    """Elements of this rank's share of each bucket."""
+    return [padded(what, copies(run, what)) // copies(run, what) for what in held.values()]
+
+
+def longest_sent(run: Run, held: dict[str, Held]) -> int:
+    """Elements of the longest bucket that several ranks hold."""
+    return max([padded(what, n) for what in held.values() if (n := copies(run, what)) > 1], default=0)
+
+
 def buffer_lengths(run: Run, held: dict[str, Held]) -> list[int]:
-    """Elements of the three buffers."""
+    """Stage 3: elements of the three places."""
     sizes, tied = [padded(what, run.dp) for what in held.values()], run.model_cfg.tie
     return [max(sizes[tied:])] * 2 + [sizes[0] if tied else 0]
 
 
 def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]:
-    """The units gathered in one step, in order. A unit that its buffer still holds from the pass before is not."""
-    there: dict[int, int] = {}
-    order = []
+    """Stage 3: the units gathered in one step, in order. One that its place still holds from the pass before is not."""
+    there, order = {}, []
     for micro in range(accum):
         backward = list(range(units - 2, 0, -1)) + ([0] if overlap and micro < accum - 1 else [])
         for i in [*range(units), *backward]:
@@ -413,62 +377,44 @@ def gather_order(units: int, accum: int, tied: bool, overlap: bool) -> list[int]
     return order
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
-def share_bytes(
-    run: Run, held: dict[str, Held], stage: int
-) -> tuple[dict[str, int], list[tuple[str, str, int]], list[tuple[str, str, int]]]:
-    """Bytes of shared-out buckets by term; what is sent of their gradients in one pass, and of new weights."""
+def share_bytes(run: Run, held: dict[str, Held], stage: int) -> tuple[dict[str, int], list, list]:
+    """Shared-out buckets: bytes held by term; what the gradients of one pass send; what new weights send."""
     master, compute = run.master_dtype.itemsize, run.dtype.itemsize
     wire = (Zero2 if stage > 1 else Zero1).wire_dtype(run).itemsize
     n = {unit: copies(run, what) for unit, what in held.items()}
     size = {unit: padded(held[unit], n[unit]) for unit in held}
-    whole, shares = sum(size.values()), sum(size[unit] // n[unit] for unit in held)
-    # two buckets' gradients as they are received, and as they are sent (stage 1: only if --wire narrows them)
-    buffers = longest_shared(run, held) + (
-        max(size.values()) if stage > 1 else longest_shared(run, held) * (wire != master)
-    )
+    whole, mine, longest = sum(size.values()), sum(shares(run, held)), longest_sent(run, held)
     memory = {
-        "master weights": master * shares,
-        "moments": 2 * master * shares,
-        "gradients": master * (shares if stage > 1 else whole),
-        "compute weights": compute * (shares if stage == 3 else whole),
+        "master weights": master * mine,
+        "moments": 2 * master * mine,
+        "gradients": master * (mine if stage > 1 else whole),
+        "compute weights": compute * (mine if stage == 3 else whole),
         "weight buffers": compute * sum(buffer_lengths(run, held)) if stage == 3 else 0,
-        "gradient buffers": 2 * wire * buffers,
+        # of two buckets: as they are received, and as they are sent (stage 1: only if --wire narrows them)
+        "gradient buffers": 2 * wire * (longest + (max(size.values()) if stage > 1 else longest * (wire != master))),
         "gradients in passing": compute * max(size.values()),
     }
     gradients = [("exchange", unit, wire * size[unit]) for unit in reversed(held) if n[unit] > 1]
     gradients += [("all_reduce", "tied embedding", master * size[unit] // n[unit]) for unit in held if held[unit].twin]
-    weights = [("all_gather", unit, compute * size[unit]) for unit in held if n[unit] > 1]
-    return memory, gradients, weights
+    return memory, gradients, [("all_gather", unit, compute * size[unit]) for unit in held if n[unit] > 1]
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
-    cfg = run.cfg
+    cfg, held, compute = run.cfg, held_by(run), run.dtype.itemsize
     if cfg.stage == 0:
         return train_ddp.predict(run)
-    held = held_by(run)
     memory, gradients, weights = share_bytes(run, held, cfg.stage)
     if cfg.offload == "optimizer":
         memory |= {"master weights": 0, "moments": 0}
-    memory["activations"] = activation_bytes(
-        run.model_cfg, cfg.micro_batch, run.dtype.itemsize, cfg.recompute, cfg.compile
-    )
-    gathers, units = [], list(held)
-    if cfg.stage == 3:
-        order = gather_order(len(units), run.accum, run.model_cfg.tie, cfg.overlap)
-        gathers = [("all_gather", units[i], run.dtype.itemsize * padded(held[units[i]], run.dp)) for i in order]
-    sent = gradients * (run.accum if cfg.stage > 1 else 1)
-    return memory, [*gathers, *sent, ("all_reduce", "facts", 40), *(weights if cfg.stage < 3 else [])]
-
-
-def host_bytes(run: Run) -> int:
-    """What a rank keeps in host memory under --offload."""
-    return (
-        HOST_TENSORS * run.master_dtype.itemsize * sum(padded(what, run.dp) for what in held_by(run).values()) // run.dp
-    )
+    memory["activations"] = activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute, cfg.compile)
+    if cfg.stage == 1:
+        return memory, [*gradients, ("all_reduce", "facts", 40), *weights]
+    if cfg.stage == 2:
+        return memory, [*gradients * run.accum, ("all_reduce", "facts", 40), *weights]
+    units, order = list(held), gather_order(len(held), run.accum, run.model_cfg.tie, cfg.overlap)
+    gathers = [("all_gather", units[i], compute * padded(held[units[i]], run.dp)) for i in order]
+    return memory, [*gathers, *gradients * run.accum, ("all_reduce", "facts", 40)]
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -496,25 +442,8 @@ def check(run: Run) -> None:
     if cfg.stage == 0 and cfg.offload != "none":
         raise UserError("--stage 0 shares nothing out, so there is nothing to --offload; allowed with --stage 1, 2, 3")
     if cfg.stage > 0 and cfg.allreduce != "torch":
-        raise UserError(
-            f"--allreduce {cfg.allreduce}: stages 1 to 3 have no all_reduce of gradients; allowed with --stage 0"
-        )
+        raise UserError(f"--allreduce {cfg.allreduce}: stages 1 to 3 reduce by exchange; allowed with --stage 0")
     choose_copy_engine(run, cfg.stage >= 2)
-
-
-def say_host_memory(run: Run) -> None:
-    """What --offload takes there; and whether it would fit, and be faster, without."""
-    host, here = host_bytes(run) / 1e9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    say(
-        f"host memory: {host:.3f} GB a rank for masters, moments and gradients, {here * host:.3f} GB for this host's ranks"
-    )
-    if run.device.type == "cuda":
-        without = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, offload="none"))
-        needed, card = sum(predict(without)[0].values()), torch.cuda.get_device_properties(run.device).total_memory
-        if needed < 0.95 * card:
-            say(
-                f"without --offload a rank would need {needed / 1e9:.1f} of {card / 1e9:.1f} GB: it fits, and is faster"
-            )
 
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
@@ -522,10 +451,11 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     run = start(from_deepspeed(cfg, group), __file__, group, check=check)
     cfg = run.cfg
     memory, traffic = predict(run)
-    wire = Zero2.wire_dtype(run) if cfg.stage > 1 else run.wire_dtype
+    wire = (Zero2 if cfg.stage > 1 else Zero1).wire_dtype(run)
     say(f"gradients travel in {str(wire)[6:]}, summed in {str(run.master_dtype)[6:]}")
     if cfg.offload == "optimizer":
-        say_host_memory(run)
+        host = HOST_TENSORS * run.master_dtype.itemsize * sum(shares(run, held_by(run))) / 1e9
+        say(f"host memory: {host:.3f} GB for each rank's masters, moments and gradients")
     if cfg.explain:
         return explain(run, memory, traffic)
 
@@ -543,14 +473,13 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
     nominal = cfg.global_batch * cfg.seq_len  # targets of a step if none is masked
     step = stop = 0
 
-    with Meter(run, flops_per_token(run.model_cfg)) as meter:
+    with Meter(run, flops_per_token(run.model_cfg), first) as meter:
         for step in range(first, cfg.steps):
             facts = torch.zeros(5, dtype=torch.float64, device=run.device)
             scale = scaler.scale
-            for micro in range(run.accum):
+            for _ in range(run.accum):
                 x, y, sample = batches.next()
                 keys = dropout_keys(cfg.seed, step, sample) if run.model_cfg.dropout else None
-                strategy.first_micro, strategy.last_micro = micro == 0, micro == run.accum - 1
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
@@ -561,9 +490,10 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
 
             facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
-            loss_sum, n_valid, stop, samples, square = facts.tolist()
+            with at("wait", "facts"):
+                loss_sum, n_valid, stop, samples, square = facts.tolist()
             samples = batches.check(step, samples)  # the data proves itself, or the run ends here
-            to_mean = nominal / max(n_valid, 1) / scale  # from what backward made to the gradient of the mean loss
+            to_mean = nominal / max(n_valid, 1) / scale  # what backward left, times this, is the mean loss's gradient
             norm, lr = math.sqrt(square) * to_mean, lr_at(updates, cfg)
             finite = math.isfinite(norm)
             with at("optimizer"):
@@ -587,7 +517,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
         saver.close()
         batches.close()
         meter.summary(memory, traffic)
-        say_if_stopped(run, stop, step)
+        end(run, stop, step)
     return meter.rows
 
 

@@ -8,8 +8,8 @@ barriers where all ranks exchange (ZeRO), by signals where two do (pipeline).
 
 Everything here counts the bytes it is handed (support/meter.py). The strategies do not know which way they go:
 
-    Collectives | CopyEngines   all_gather, exchange          what ZeRO needs
-    Link | PeerLink             isend, recv                   what a pipeline needs, one direction between two stages
+    Collectives | CopyEngines   all_gather, exchange    what ZeRO needs
+    Link | PeerLink (links.py)  isend, recv             what a pipeline needs, one direction between two stages
 
 An exchange is an all_to_all: rank r gets everyone's piece r and adds the pieces itself, in fp32 and in the order of the
 ranks, which makes a reduce_scatter of bf16 gradients that loses nothing, and gives the same bits every time.
@@ -17,9 +17,7 @@ ranks, which makes a reduce_scatter of bf16 gradients that loses nothing, and gi
 Copy engines are built on torch's symmetric memory: https://docs.pytorch.org/docs/main/distributed/symmetric_memory.html
 """
 
-import math
 import socket
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from support.flags import UserError
 from support.meter import at
-from support.run import Run
+from support.run import GRACE, Run
 
 # torch 2.13 renamed the two; 2.11 has the old names only
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,18 +36,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None, what: str, async_op: 
     """x becomes the sum over the group's ranks."""
     with at("all_reduce", what, x.nbytes):
         return dist.all_reduce(x, group=group, async_op=async_op)
-
-
-def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str, async_op: bool = False):
-    """full (n * k, ...) becomes the shards (k, ...) of the group's n ranks, one behind the other."""
-    with at("all_gather", what, full.nbytes):
-        return all_gather_single(full, shard, group=group, async_op=async_op)
-
-
-def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup, what: str) -> None:
-    """shard (k, ...) becomes this rank's piece of the sum of everyone's full (n * k, ...)."""
-    with at("reduce_scatter", what, full.nbytes):
-        reduce_scatter_single(shard, full, group=group)
 
 
 class Collectives:
@@ -64,7 +50,8 @@ class Collectives:
 
     def all_gather(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str):
         """Start: full becomes the shards of all ranks. -> to be waited for, like a dist.Work."""
-        return all_gather(full, shard, group, what, async_op=True)
+        with at("all_gather", what, full.nbytes):
+            return all_gather_single(full, shard, group=group, async_op=True)
 
     def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str):
         """Start: piece r of received becomes rank r's piece of full that is for this rank. -> to be waited for."""
@@ -86,7 +73,10 @@ class Transfer:
 
 
 class CopyEngines(Collectives):
-    """The same for all ranks of a run on one host, out of memory made by empty(); out of other memory by collectives."""
+    """The same by copy engines, for all ranks of a run on one host, between tensors made by empty().
+
+    Anything else goes by the collectives above.
+    """
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -99,15 +89,17 @@ class CopyEngines(Collectives):
 
     def all_gather(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup, what: str):
         memory = self.memories.get(shard.untyped_storage().data_ptr())
-        if memory is None:
+        if memory is None or dist.get_world_size(group) < self.run.world_size:
             return super().all_gather(full, shard, group, what)
         with at("all_gather", what, full.nbytes):  # shards change between settle() calls only: read at any time
             shards = memory.pieces(shard.storage_offset(), shard.numel())
             return memory.fetch(list(zip(full.chunk(len(shards)), shards)), settled=True)
 
-    def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str) -> Transfer:
+    def exchange(self, received: Tensor, full: Tensor, group: dist.ProcessGroup, what: str):
+        memory, size = self.memories.get(full.untyped_storage().data_ptr()), full.numel() // self.run.world_size
+        if memory is None or dist.get_world_size(group) < self.run.world_size:
+            return super().exchange(received, full, group, what)
         with at("exchange", what, full.nbytes):
-            memory, size = self.memories[full.untyped_storage().data_ptr()], full.numel() // self.run.world_size
             pieces = memory.pieces(full.storage_offset() + self.run.rank * size, size)
             return memory.fetch(list(zip(received.chunk(len(pieces)), pieces)), settled=False)
 
@@ -122,11 +114,9 @@ def open_transport(run: Run) -> Collectives | CopyEngines:
 
 
 def choose_copy_engine(run: Run, possible: bool) -> None:
-    """Set run.copy_engine, before anything is built; collective over run.control. possible.
+    """Set run.copy_engine, before anything is built; collective over run.control.
 
-    The layout has a use for it.
-
-    Raises UserError when --copy-engine asks for what cannot be had.
+    possible: whether the layout has a use for it. Raises UserError when --copy-engine asks for what cannot be had.
     """
     run.copy_engine = possible and run.cfg.copy_engine is not False and reachable(run)
     if run.cfg.copy_engine and not run.copy_engine:
@@ -168,7 +158,7 @@ class PeerMemory:
         self.rank = run.rank
         self.of: list[Tensor] = [self.handle.get_buffer(rank, (numel,), dtype) for rank in range(run.world_size)]
         self.stream = torch.cuda.Stream(run.device)
-        self.timeout_ms = 1000 * run.cfg.hang_timeout
+        self.timeout_ms = 1000 * (run.cfg.hang_timeout + GRACE)
         run.outside += self.mine.nbytes
 
     def pieces(self, start: int, size: int) -> list[Tensor]:
@@ -204,154 +194,3 @@ class PeerMemory:
             if not settled:
                 self.barrier()
             return Transfer(self.stream)
-
-
-# --- links between neighbouring pipeline stages -----------------------------------------------------------------------
-
-
-class Link:
-    """One direction between two neighbouring stages: a group of two for it alone.
-
-    So messages arrive in the order in which they were sent, and a receive that is posted early holds up nothing else:
-    on NCCL it would block every send that shares its communicator.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, what: str, shape: tuple[int, ...], run: Run):
-        self.group, self.what, self.peer = group, what, 1 - dist.get_rank(group)
-        self.empty = lambda: torch.empty(shape, dtype=run.dtype, device=run.device)
-        self.coming = 0
-        self.posted: tuple[Tensor, dist.Work] | None = None
-        self.sent: tuple[Tensor, dist.Work] | None = None
-
-    def expect(self, messages: int, early: bool) -> None:
-        """So many will be received from now on. early: start the first; else with its recv()."""
-        self.coming = messages
-        if early:
-            self.post()
-
-    def post(self) -> None:
-        """Start receiving one message, which then arrives while this rank computes."""
-        buffer = self.empty()  # a new one each time: the last one is the input that its backward pass still needs
-        with at("recv", self.what, buffer.nbytes):
-            self.posted = buffer, dist.irecv(buffer, group=self.group, group_src=self.peer)
-
-    def recv(self) -> Tensor:
-        """Wait for the message that was posted, and post the next. Of the link's shape, in the compute dtype."""
-        if self.posted is None:
-            self.post()
-        buffer, work = self.posted
-        with at("bubble", self.what):
-            work.wait()
-        self.coming -= 1
-        self.posted = None
-        if self.coming:
-            self.post()
-        return buffer
-
-    def isend(self, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept and must stay unchanged until the next isend, which waits for this one.
-
-        That wait is no bubble: the peer has had its receive posted since it took the message before, if there was one.
-        """
-        if self.sent:
-            with at("wait", self.what):
-                self.sent[1].wait()
-        with at("send", self.what, tensor.nbytes):
-            self.sent = tensor, dist.isend(tensor, group=self.group, group_dst=self.peer)
-
-
-class PeerLink:
-    """The same between GPUs that reach each other's memory: the sender's copy engine writes into one of two slots here.
-
-    A receive that NCCL has posted is a kernel that waits on multiprocessors which compute could use (compute took 13 %
-    longer). Here the receiver looks for the signal when it needs the message, copies it out of the slot and signals
-    back that the slot is free; beside compute, one thread block waits if a sender is two messages ahead. Even messages
-    go through slot 0.
-    """
-
-    def __init__(self, memory: PeerMemory, what: str, shape: tuple[int, ...], peer: int, run: Run):
-        self.memory, self.what, self.shape, self.peer, self.number = memory, what, shape, peer, 0
-        self.base = 0 if what == "activation" else 2  # which two of the receiver's four slots
-        self.stream = torch.cuda.Stream(run.device)
-        self.sent: tuple[Tensor, Transfer] | None = None
-
-    def expect(self, messages: int, early: bool) -> None:
-        """Nothing to post: the sender writes when it likes."""
-
-    def next_slot(self, rank: int) -> tuple[Tensor, int, int]:
-        """Where the next message lies on its receiver, and its channels of the signals "full" and "free again"."""
-        i, self.number = self.base + self.number % 2, self.number + 1
-        return self.memory.of[rank].view(4, *self.shape)[i], i, 4 + i
-
-    def recv(self) -> Tensor:
-        """The message, once it is there: the compute stream waits, not the host."""
-        slot, full, free = self.next_slot(self.memory.rank)
-        with at("recv", self.what, slot.nbytes):
-            with at("bubble", self.what):
-                self.memory.wait(self.peer, full)
-            message = slot.clone()
-            self.memory.signal(self.peer, free)
-        return message
-
-    def isend(self, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept and must stay unchanged until the next isend, which waits for this one."""
-        if self.sent:
-            with at("wait", self.what):
-                self.sent[1].wait()
-        slot, full, free = self.next_slot(self.peer)
-        with at("send", self.what, tensor.nbytes):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                if self.number > 2:  # the first two found both slots free
-                    self.memory.wait(self.peer, free)
-                slot.copy_(tensor, non_blocking=True)
-                self.memory.signal(self.peer, full)
-                self.sent = tensor, Transfer(self.stream)
-
-
-class Links(NamedTuple):
-    """Activations come from_previous and go to_next, gradients come from_next and go to_previous; None.
-
-    No such stage.
-    """
-
-    from_previous: Link | PeerLink | None
-    to_previous: Link | PeerLink | None
-    from_next: Link | PeerLink | None
-    to_next: Link | PeerLink | None
-
-
-def open_links(run: Run, shape: tuple[int, ...], wraps: bool) -> Links:
-    """Between this rank's stage and its neighbours, for messages of `shape`. Collective over the run.
-
-    wraps: the last stage's next is the first one (interleaved). With two stages both neighbours are then the same rank.
-    """
-    stage, pp = run.place().stage, run.pp
-    memory = PeerMemory(4 * math.prod(shape), run.dtype, run) if run.copy_engine else None
-    links: dict[tuple[str, int], Link | PeerLink] = {}
-    for a in range(pp if wraps else pp - 1):  # the boundary between stages a and b
-        b = (a + 1) % pp
-        for what in ("activation", "gradient"):
-            if memory is not None:
-                if stage in (a, b):
-                    peer = run.rank_of(run.place()._replace(stage=b if stage == a else a))
-                    links[what, a] = PeerLink(memory, what, shape, peer, run)
-                continue
-            group = run.group(f"{what} over boundary {a}", lambda p, ends=(a, b): (p.replica, p.seat, p.stage in ends))
-            if stage in (a, b):
-                links[what, a] = Link(group, what, shape, run)
-                shake_hands(links[what, a], sends=(stage == a) == (what == "activation"), device=run.device)
-    before = (stage - 1) % pp
-    return Links(*(links.get(key) for key in (
-        ("activation", before), ("gradient", before), ("gradient", stage), ("activation", stage)
-    )))  # fmt: skip
-
-
-def shake_hands(link: Link, sends: bool, device: torch.device) -> None:
-    """One message: NCCL connects a pair at its first message and both sides wait in there, so that two neighbours which
-    began with different links would wait for each other. All ranks come here in one order."""
-    token = torch.zeros(1, device=device)
-    if sends:
-        dist.isend(token, group=link.group, group_dst=link.peer).wait()
-    else:
-        dist.irecv(token, group=link.group, group_src=link.peer).wait()

@@ -21,7 +21,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from support.flags import UserError, run_cli
+from support.flags import Config, UserError, run_cli
 
 WARM_UP = 3
 BASELINES = {"single": "one GPU", "compute-only": "one GPU, compute only", "zero2-offload": "one GPU with offload"}

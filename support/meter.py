@@ -73,7 +73,7 @@ _meter: "Meter | None" = None
 def at(op: str, what: str = "", nbytes: int = 0):
     """Mark what runs inside.
 
-    Op is a key of PARTS, what names the unit, nbytes is the payload handed to a collective.
+    op: a key of PARTS; what: names the unit; nbytes: the payload handed to a collective.
     """
     meter = _meter
     if meter is None:
@@ -84,6 +84,12 @@ def at(op: str, what: str = "", nbytes: int = 0):
         yield
     finally:
         meter._leave()
+
+
+def activity() -> tuple[int, int, str, str, int] | None:
+    """For the watchdog: a number that changes as long as the loop moves, the step, the innermost marker's operation and
+    unit, and how many collectives there were; None outside a loop."""
+    return _meter and (_meter.marked, _meter.step, *_meter.doing, _meter.sequence)
 
 
 def running() -> bool:
@@ -111,8 +117,8 @@ def peak_flops(name: str) -> float | None:
 class Meter:
     """Measures a run while it is entered; log() closes a step and returns its row, summary() closes the run."""
 
-    def __init__(self, run: Run, flops_per_token: int):
-        self.run, self.flops_per_token = run, flops_per_token
+    def __init__(self, run: Run, flops_per_token: int, first_step: int = 0):
+        self.run, self.flops_per_token, self.step = run, flops_per_token, first_step
         self.cuda = run.device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(run.device)) if self.cuda else None
         self.rows: list[dict] = []
@@ -121,7 +127,8 @@ class Meter:
         # skipped
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.step_traffic: Counter[tuple[str, str]] = Counter()
-        self.sequence = 0
+        self.sequence = 0  # collectives so far
+        self.marked, self.doing = 0, ("other", "")
         self.file = None
         self.profiler = None
 
@@ -158,14 +165,15 @@ class Meter:
         self.marks.append((part, now))
 
     def _enter(self, op: str, what: str, nbytes: int) -> None:
-        updating = (
-            op == "optimizer" or "optimizer" in self.stack
-        )  # with offload in any forward pass, an evaluation's too
+        self.marked, self.doing = self.marked + 1, (op, what)
+        # with offload an update may be made in any forward pass, an evaluation's too
+        updating = op == "optimizer" or "optimizer" in self.stack
         if "eval" in self.stack and not updating:
             op = "eval"  # what evaluation sends is not part of a step
         # what a collective of ours sends is not handed over once more
         if op in COLLECTIVES and not any(outer in COLLECTIVES for outer in self.stack):
             ledger = self.traffic if updating else self.step_traffic
+            self.sequence += 1
             ledger[op, "calls"] += 1
             ledger[op, "bytes"] += nbytes
             if self.run.cfg.check_collectives:
@@ -175,11 +183,11 @@ class Meter:
 
     def _leave(self) -> None:
         self.stack.pop()
+        self.marked, self.doing = self.marked + 1, (self.stack[-1], "")
         self._mark(PARTS[self.stack[-1]])
 
     def _agree(self, op: str, what: str, nbytes: int) -> None:
         """All ranks tell what they are about to call; the first that differs is the bug, before it sums garbage."""
-        self.sequence += 1
         mine, all_of_them = (self.sequence, op, what, nbytes), [None] * self.run.world_size
         dist.all_gather_object(all_of_them, mine, group=self.run.control)
         if any(theirs != mine for theirs in all_of_them):
@@ -214,6 +222,7 @@ class Meter:
 
         norm None: not finite, the step was skipped. tokens: sequence positions of the global batch.
         """
+        self.step = step + 1
         parts = self._parts()
         seconds = sum(parts.values())
         if not skipped:
@@ -250,9 +259,9 @@ class Meter:
         return row
 
     def _trace(self, profiler: torch.profiler.profile) -> None:
-        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel (streams overlap.
+        """--profile: one step's trace for chrome://tracing, and its split by kind of kernel.
 
-        No 100 %).
+        Streams overlap, so the parts do not sum to 100 %.
         """
         folder = Path(self.run.out, "trace")
         folder.mkdir(exist_ok=True)
@@ -319,6 +328,8 @@ class Meter:
         memory: predicted bytes by term; traffic: the predicted collectives of one step, (operation, unit, payload
         bytes) each.
         """
+        differs = any(expected != counted for expected, counted in self.compare(traffic).values())
+        ranks = self.run.everyone((differs, self.peak_bytes()))
         rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
         if not rows or self.run.rank:
             return
@@ -329,16 +340,20 @@ class Meter:
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
         for op, ((pc, pb), (mc, mb)) in self.compare(traffic).items():
             n, verdict = self.updates, "equal" if (pc, pb) == (mc, mb) else "DIFFERENT"
-            say(
-                f"{op}: {pc // n} calls, {pb // n:,} bytes a step predicted; in {n} steps {mc} calls, {mb:,} bytes: {verdict}"
-            )
+            counted = f"in {n} steps {mc} calls, {mb:,} bytes"
+            say(f"{op}: {pc // n} calls, {pb // n:,} bytes a step predicted; {counted}: {verdict}")
         predicted = sum(memory.values())
         say(
             "memory: "
             + ", ".join(f"{term} {size / 1e9:.3f}" for term, size in memory.items())
             + f" = {predicted / 1e9:.3f} GB predicted"
         )
+        if wrong := [rank for rank, (differs, _) in enumerate(ranks) if differs]:
+            say(f"DIFFERENT from what was predicted: calls or bytes of ranks {wrong}")
         kind = "allocator's peak" if self.cuda else "peak resident set, which holds Python and torch too"
+        largest = max(range(len(ranks)), key=lambda rank: ranks[rank][1])
+        if largest:
+            kind += f"; largest: {ranks[largest][1] / 1e9:.3f} GB on rank {largest}"
         say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
 
 

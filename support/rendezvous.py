@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from support.flags import UserError
-from support.run import Run
+from support.run import GRACE, Run
 
 _job: dist.Store | None = None  # torchrun's own, which outlives the ranks
 
@@ -73,7 +73,7 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     store = dist.PrefixStore("nanoshard", tcp)
     _job = store if agent else None
     store = _meet(store, rank, size, timeout_s, used=agent)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s + GRACE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
 
 

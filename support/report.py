@@ -51,7 +51,9 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
             deadline = time.time() + (3 if follows else 0)
             while not store.check(["first_error"]) and time.time() < deadline:
                 time.sleep(0.05)  # the rank that closed the connection is about to say why
-            first = json.loads(store.compare_set("first_error", "", json.dumps(first)))
+            if follows and not store.check(["first_error"]) and run and run.watchdog and (left := run.watchdog.left()):
+                first = left
+            first = json.loads(store.compare_set("first_error", "", json.dumps(first)))[:2]
         except (RuntimeError, ValueError):
             pass  # the store went with its host: then our own error is the best there is
     if first[0] == rank:
@@ -59,14 +61,28 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
     elif first[1] != summary:
         summary = f"rank {rank} stopped because rank {first[0]} failed: {first[1]}"
         print(summary, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun compares whole seconds: one more puts those that follow behind the first
-        extra = {"py_callstack": summary, "timestamp": str(int(time.time()) + (first[0] != rank))}
-        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
+    leave_error(summary, follows=first[0] != rank)
     if alike and rank:
         time.sleep(1)  # torchrun ends rank 0 when we end, perhaps before it gets here
     if run is not None and not follows:
         finish_saves(run.cfg.hang_timeout)
+
+
+def accuse(guilty: int, summary: str) -> None:
+    """The watchdog's verdict: the first error is rank `guilty`'s, whoever found it; printed by one rank only."""
+    rank = int(os.environ.get("RANK", 0))
+    store = dist.distributed_c10d._get_default_store().clone()
+    mine = json.dumps([guilty, summary, rank])
+    if store.compare_set("first_error", "", mine).decode() == mine:
+        print(f"error: {summary}", file=sys.stderr, flush=True)
+    leave_error(summary, follows=rank != guilty)
+
+
+def leave_error(summary: str, follows: bool) -> None:
+    """For torchrun, which shows the earliest error as the root cause and compares whole seconds."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": summary, "timestamp": str(int(time.time()) + follows)}
+        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
 
 
 def out_of_memory(predict: Callable | None, run: Run | None) -> str:

@@ -19,6 +19,7 @@ def progress(run: Run, updates: int, scaler) -> dict:
     return {
         "updates": updates,
         "scaler": scaler.state(),
+        "stream_offset": run.samples_before(0),  # not 0 once the global batch has been another
         "config": dataclasses.asdict(run.cfg),
         "model": dataclasses.asdict(run.model_cfg),
         "data": run.tokens.fingerprint,
@@ -56,6 +57,8 @@ def resume(run: Run, saver: Checkpointer, strategy, scaler) -> tuple[int, int]:
     meta = saver.load(path, pieces)
     saver.protect(path)
     strategy.masters_changed()
+    run.first_step = saved["step"]
+    run.consumed = saved.get("stream_offset", 0) + saved["step"] * saved["config"]["global_batch"]
     scaler.load(saved["scaler"])
     if "rng" in meta:
         size = torch.get_rng_state().numel()

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from support.flags import Config
 
+GRACE = 15  # seconds that collectives wait longer than --hang-timeout: the watchdog speaks first, and names who
+
 
 class Place(NamedTuple):
     """Where a rank stands. Ranks that differ in `seat` only are neighbours: they have the most to tell each other."""
@@ -34,6 +36,8 @@ class Run:
     tp: int = 1  # ranks that share out each matrix
     cp: int = 1  # ranks that share out each sequence
     accum: int = 1  # micro-batches per rank and step
+    first_step: int = 0  # with which this run begins, and how many samples the steps before it have consumed
+    consumed: int = 0
     model_cfg: Any = None  # model.ModelConfig
     tokens: Any = None  # data.Tokens, and the validation split's
     val_tokens: Any = None
@@ -41,6 +45,7 @@ class Run:
     script: str = ""
     number: int = 0  # of runs that this process started before
     copy_engine: bool = False  # whether transfers go by copy engines (transport.py)
+    watchdog: Any = None  # support.watchdog.Watchdog
     outside: int = 0  # bytes of GPU memory taken outside torch's allocator
 
     @property
@@ -52,6 +57,10 @@ class Run:
         """Of this rank, or of another one."""
         rest, seat = divmod(self.rank if rank is None else rank, self.tp * self.cp)
         return Place(*divmod(rest, self.pp), seat)
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before `step` consume: its position in the stream, whatever the batch was before."""
+        return self.consumed + (step - self.first_step) * self.cfg.global_batch
 
     def rank_of(self, place: Place) -> int:
         """The rank that stands there."""
@@ -69,6 +78,8 @@ class Run:
 
     def everyone(self, value: object) -> list:
         """Every rank's value, by rank; collective over the control group."""
+        if self.world_size == 1:
+            return [value]
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -81,7 +92,7 @@ class Run:
         """
         colours = [colour(self.place(rank)) for rank in range(self.world_size)]
         ranks = dist.get_process_group_ranks(self.world or dist.group.WORLD)
-        group = make_group(ranks, colours, what, self.cfg.hang_timeout, control=self.control)
+        group = make_group(ranks, colours, what, self.cfg.hang_timeout + GRACE, control=self.control)
         if self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group

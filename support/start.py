@@ -32,8 +32,9 @@ from support.flags import Config, UserError, flag_name, parse_flags, print_help
 from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
-from support.run import Run, destroy_groups, make_group
+from support.run import GRACE, Run, destroy_groups, make_group
 from support.tokens import has_val, open_tokens
+from support.watchdog import Watchdog
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = 0.5  # seconds within which a second signal is the first once more: some launchers deliver it twice
@@ -79,7 +80,9 @@ def start(
     run = dataclasses.replace(run, **fill(cfg, run.world_size, tp, pp, cp, device.type))
     if device.type == "cuda":
         ranks = dist.get_process_group_ranks(world)
-        run.control = make_group(ranks, [0] * len(ranks), "control", cfg.hang_timeout, backend="gloo", control=world)
+        run.control = make_group(
+            ranks, [0] * len(ranks), "control", cfg.hang_timeout + GRACE, backend="gloo", control=world
+        )
     set_up_torch(cfg, device)
     open_corpus(run)
     found = run.everyone(
@@ -92,6 +95,7 @@ def start(
     if not cfg.explain:
         open_run_folder(run)
         print_banner(run)
+        run.watchdog = Watchdog(run) if run.world_size > 1 else None
     _latest = run
     return run
 
@@ -287,8 +291,10 @@ def stop_signal() -> int:
     return _signal
 
 
-def say_if_stopped(run: Run, stop: float, step: int) -> None:
-    """The last line of a run that a signal ended after `step`."""
+def end(run: Run, stop: float, step: int) -> None:
+    """The end of main(): nobody watches any more; the last line of a run that a signal ended after `step`."""
+    if run.watchdog:
+        run.watchdog.close()
     if stop:
         saved = f"the same command with --out {run.out} --resume auto goes on from there"
         say(

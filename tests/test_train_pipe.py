@@ -172,7 +172,8 @@ def test_command_line(tmp_path):
     done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
     assert (
         done.returncode == 0
-        and done.stdout == f"{draw(schedule, 'gpipe', 3, 6)}\n{draw(schedule, '1f1b', 3, 6)}\n{draw(schedule, 'interleaved', 3, 6, 2)}\n"
+        and done.stdout
+        == f"{draw(schedule, 'gpipe', 3, 6)}\n{draw(schedule, '1f1b', 3, 6)}\n{draw(schedule, 'interleaved', 3, 6, 2)}\n"
     )
     done = command("--draw", "--global-batch", "2", "--micro-batch", "4")
     assert (done.returncode, done.stderr) == (
