@@ -50,6 +50,7 @@ Papers: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., Megatron-LM (2
 """
 
 import dataclasses
+import functools
 import math
 import re
 import statistics
@@ -122,6 +123,7 @@ def schedule(name: str, stage: int, stages: int, micro_batches: int, chunks: int
     return order + [("B", number(k, True)) for k in range(n - warmup, n)]
 
 
+@functools.cache  # plan.py asks for many layouts with the same cut
 def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "") -> list[range]:
     """What each part of the model has, in halves of blocks: 2 i is the attention of block i, 2 i + 1 its MLP.
 
