@@ -1,0 +1,59 @@
+"""One process of train_ddp.py is what torch and Hugging Face's Llama make of the same weights and tokens."""
+
+import json
+
+import numpy as np
+import pytest
+from harness import assert_follows, final_weights, run_ranks, toy_files, train
+from reference import reference
+
+from support import prepare
+
+# name: what the reference is told, and what train_ddp.py is told besides
+KINDS = {
+    "plain": ({}, {"micro_batch": 12}),
+    "tied": ({"tie": True}, {"micro_batch": 12}),
+    "masked": ({"data": "masked"}, {"micro_batch": 12}),
+    "accumulated": ({}, {"micro_batch": 1}),
+    "masked, tied, accumulated, evaluated": (
+        {"data": "evaluated", "tie": True, "eval_every": 20},
+        {"micro_batch": 4, "eval_windows": 0},
+    ),
+}
+
+
+def files(folder):
+    """toy_files, and evaluated/: 40 masked documents, some of them for validation, in which 0 to 32 targets count."""
+    toy_files(folder)
+    draw = np.random.default_rng(2)
+    with open(folder / "evaluated.jsonl", "w") as lines:
+        for _ in range(40):
+            ids, mask = draw.integers(0, 61, 70), draw.random(70) < draw.random()
+            lines.write(json.dumps({"ids": ids.tolist(), "mask": mask.astype(int).tolist()}) + "\n")
+    prepare.prepare(str(folder / "evaluated"), [str(folder / "evaluated.jsonl")], vocab_size=61, workers=1, val=0.3)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ours")
+    files(folder)
+    flags = {
+        name: theirs | more | {"data": f"{folder}/{theirs.get('data', 'plain')}"}
+        for name, (theirs, more) in KINDS.items()
+    }
+    return folder, run_ranks(1, train, "train_ddp", str(folder), flags, timeout=300)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_follows_the_reference(ours, kind):
+    folder, rows = ours
+    theirs = {"data": "plain"} | KINDS[kind][0]
+    theirs["data"] = f"{folder}/{theirs['data']}"
+    expected, state = reference(folder / "toy.json", steps=50, **theirs)
+    assert sum(row["grad_norm"] > 0.1 for row in expected) > 25  # clipped
+    assert_follows(rows[kind], expected, final_weights(folder / kind), state, 1e-9)
+    evaluated = {row["step"]: row["val_loss"] for row in expected if "val_loss" in row}
+    assert {row["step"]: row["val_loss"] for row in rows[kind] if "val_loss" in row} == pytest.approx(
+        evaluated, abs=1e-9
+    )
+    assert len(evaluated) == (3 if "evaluated" in kind else 0)
