@@ -60,7 +60,7 @@ def llama(cfg: ModelConfig) -> LlamaForCausalLM:
             attn_implementation="sdpa",  # the other one takes its softmax in float32
         )
     ).double()
-    for name, module in list(model.named_modules()):
+    for name, _ in list(model.named_modules()):
         if name.endswith("norm"):
             model.set_submodule(name, torch.nn.RMSNorm(cfg.n_embd, cfg.norm_eps, dtype=torch.float64))
     model.model.rotary_emb = Rotary(cfg.n_embd // cfg.n_head, cfg.rope_theta)
