@@ -115,10 +115,12 @@ def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.sum
     summary(self, memory, predicted)
 
 
-def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dict[str, list[dict]]:
+def train(
+    rank: int, script: str, folder: str, variants: dict[str, dict], group: dist.ProcessGroup | None = None
+) -> dict[str, list[dict]]:
     """Log rows of script.main for each named set of flags, one after the other in the same processes.
 
-    Run folders folder/NAME.
+    Run folders folder/NAME. group: the ranks that train; None: all.
     """
     module = importlib.import_module(script)
     meter.Meter.summary = checked_summary
@@ -129,7 +131,7 @@ def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dic
             global_batch=12, micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
             save_every=1000, log_every=1000,
         )  # fmt: skip
-        rows[name] = module.main(module.Config(**base | flags))
+        rows[name] = module.main(module.Config(**base | flags), group)
     return rows
 
 
@@ -144,7 +146,11 @@ def logits_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint of a run folder, whole."""
-    path = max(Path(folder, "ckpt").glob("step_*"))
+    return stored(max(Path(folder, "ckpt").glob("step_*")))
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, as torch's own reader finds them."""
     index = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in index.items() if not n.startswith("rng")}
     dcp.load(state, checkpoint_id=path, no_dist=True)
