@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -83,6 +84,12 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
                 f"ranks {hung} still running after {timeout} s" if hung else f"ranks {failed} died without a traceback"
             )
         return [pickle.loads(Path(folder, f"result-{r}").read_bytes()) for r in range(world_size)]
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """A copy of this checkout to be changed: without version control, environment, corpora and runs."""
+    left = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "runs", "corpus", "docs")
+    return Path(shutil.copytree(ROOT, folder, ignore=left, symlinks=True))
 
 
 # --- training runs ----------------------------------------------------------------------------------------------------
