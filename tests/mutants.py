@@ -119,12 +119,8 @@ def apply(mutant: Mutant, tree: Path) -> None:
 
 def main() -> None:
     chosen = [m for m in MUTANTS if all(word in m.name for word in sys.argv[1:])]
-    lines, start, green, survivors = (
-        ["| fault | file | test | seen | what it said |", "|---|---|---|---|---|"],
-        time.time(),
-        {},
-        0,
-    )
+    lines = ["| fault | file | test | seen | what it said |", "|---|---|---|---|---|"]
+    start, survivors, green = time.time(), 0, {}
     for mutant in chosen:
         with tempfile.TemporaryDirectory() as folder:
             tree = copy_of_tree(Path(folder, "tree"))

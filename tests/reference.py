@@ -77,6 +77,19 @@ def parameters(model: LlamaForCausalLM, cfg: ModelConfig) -> dict[str, torch.nn.
     return {ours: theirs[name] for ours, name in names.items()}
 
 
+def untrained(cfg: ModelConfig) -> tuple[LlamaForCausalLM, dict[str, torch.nn.Parameter], torch.optim.AdamW]:
+    """A model with the product's initial weights, its parameters by the product's names, and their optimizer."""
+    model = llama(cfg)
+    params = parameters(model, cfg)
+    for name, param in params.items():
+        init_values(param.data.view(-1), name, 0, cfg, SEED)
+    groups = [
+        {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return model, params, torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+
+
 def learning_rate(step: int, steps: int) -> float:
     """Linear warm-up over WARMUP steps, then the half cosine from LR to MIN_LR that would end at step `steps`."""
     if step < WARMUP:
@@ -103,16 +116,8 @@ def reference(
 
     The state has a checkpoint's names: weights, exp_avg.NAME, exp_avg_sq.NAME.
     """
-    cfg = ModelConfig(**json.loads(model_json.read_text()) | {"tie": tie})
-    model, tokens = llama(cfg), open_tokens(data)
-    params = parameters(model, cfg)
-    for name, param in params.items():
-        init_values(param.data.view(-1), name, 0, cfg, SEED)
-    groups = [
-        {"params": [p for p in params.values() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in params.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    cfg, tokens = ModelConfig(**json.loads(model_json.read_text()) | {"tie": tie}), open_tokens(data)
+    model, params, optimizer = untrained(cfg)
     rows = []
     for step in range(steps):
         windows = stream_windows(SEED, step * GLOBAL_BATCH, GLOBAL_BATCH, tokens.n_windows(cfg.seq_len))

@@ -33,27 +33,16 @@ def files(folder):
     prepare.prepare(str(folder / "evaluated"), [str(folder / "evaluated.jsonl")], vocab_size=61, workers=1, val=0.3)
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ours")
-    files(folder)
-    flags = {
-        name: theirs | more | {"data": f"{folder}/{theirs.get('data', 'plain')}"}
-        for name, (theirs, more) in KINDS.items()
-    }
-    return folder, run_ranks(1, train, "train_ddp", str(folder), flags, timeout=300)[0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_follows_the_reference(ours, kind):
-    folder, rows = ours
-    theirs = {"data": "plain"} | KINDS[kind][0]
-    theirs["data"] = f"{folder}/{theirs['data']}"
-    expected, state = reference(folder / "toy.json", steps=50, **theirs)
+def test_one_process_follows_the_reference(kind, tmp_path):
+    files(tmp_path)
+    shared, more = KINDS[kind]
+    data = f"{tmp_path}/{shared.get('data', 'plain')}"
+    rows = run_ranks(1, train, "train_ddp", str(tmp_path), {kind: shared | more | {"data": data}}, timeout=300)[0][kind]
+    expected, state = reference(tmp_path / "toy.json", steps=50, **shared | {"data": data})
     assert sum(row["grad_norm"] > 0.1 for row in expected) > 25  # clipped
-    assert_follows(rows[kind], expected, final_weights(folder / kind), state, 1e-9)
+    assert_follows(rows, expected, final_weights(tmp_path / kind), state, 1e-9)
     evaluated = {row["step"]: row["val_loss"] for row in expected if "val_loss" in row}
-    assert {row["step"]: row["val_loss"] for row in rows[kind] if "val_loss" in row} == pytest.approx(
-        evaluated, abs=1e-9
-    )
-    assert len(evaluated) == (3 if "evaluated" in kind else 0)
+    found = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    assert found == pytest.approx(evaluated, abs=1e-9)
+    assert len(found) == (3 if "evaluated" in kind else 0)
