@@ -2,8 +2,8 @@
 #
 #     make train     install, prepare the corpus, train `tiny` with 2 processes (or one per GPU), evaluate, save, sample
 #     make test      install, ruff, the test suite
-#     make proof     every layout against plain torch, every checkpoint under every layout; writes docs/PROOF.md, half an hour
-#     make mutants   small faults, one at a time: which test turns red? writes docs/PROOF.md
+#     make proof     every layout against plain torch, every checkpoint under every layout: half an hour, docs/PROOF.md
+#     make mutants   small faults, one at a time: which test turns red? into docs/PROOF.md too
 #     make soak      the long tests that `make test` leaves out
 #     make smoke     this machine: every strategy for a few steps, on two GPUs if there are two
 #     make clean     remove the environment and what tools left; runs/ and corpus/ stay

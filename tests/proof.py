@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,14 +80,19 @@ QUICK = ["DDP, all_reduce torch, 3", "ZeRO-3, 3", "TP 2", "interleaved, 2", "3D,
 # --- in the processes -------------------------------------------------------------------------------------------------
 
 
+def largest(values: Iterable[float]) -> float:
+    """NaN if there is one, which max() may pass over."""
+    return float(torch.tensor([*values], dtype=torch.float64).max())
+
+
 def apart(a: dict, b: dict, relative: bool = False) -> float:
     """Largest difference of any element of two sets of tensors; relative: to the largest element of its tensor."""
     scale = {name: b[name].abs().max() if relative else 1 for name in b}
-    return max(float((a[name] - b[name]).abs().max() / scale[name]) for name in a.keys() | b.keys())
+    return largest(float((a[name] - b[name]).abs().max() / scale[name]) for name in a.keys() | b.keys())
 
 
 def rows_apart(rows: list[dict], others: list[dict], key: str) -> float:
-    return max(abs(a[key] - b[key]) for a, b in zip(rows, others, strict=True))
+    return largest(abs(a[key] - b[key]) for a, b in zip(rows, others, strict=True))
 
 
 def follow(rank: int, folder: str, group: dist.ProcessGroup, name: str, layout: Layout, kind: str, steps: int) -> dict:
@@ -185,7 +191,7 @@ def follow_table(results: list[dict], names: list[str]) -> tuple[list[str], bool
     found, fine = of_all_ranks(results), True
     for name in names:
         of_ranks = [one for task, each in found.items() if task[1] == name for one in each]
-        worst = [max(one.get(key, 0.0) for one in of_ranks) for key in ("loss", "norm", "weights", "moments")]
+        worst = [largest(one.get(key, 0.0) for one in of_ranks) for key in ("loss", "norm", "weights", "moments")]
         bad = not all(value <= BOUND for value in worst)
         fine = fine and not bad
         cells = " | ".join(f"{value:.1e}" for value in worst)
@@ -206,7 +212,7 @@ def any_table(begun: list[dict], gone_on: list[dict], ends: list[str]) -> tuple[
             of_ranks = found[go_on, b, a]
             changed = [name for one in of_ranks for name in one.get("changed", ())]
             expected = straight[begin, a][0]
-            worst = max(abs(x - y) for one in of_ranks for x, y in zip(one["losses"], expected, strict=True))
+            worst = largest(abs(x - y) for one in of_ranks for x, y in zip(one["losses"], expected, strict=True))
             fine = fine and not changed and worst <= BOUND
             cells.append(("**NO** " if changed else "yes ") + f"{worst:.0e}")
         lines.append(f"| {i + 1} {a} | " + " | ".join(cells) + " |")
