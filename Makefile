@@ -2,6 +2,8 @@
 #
 #     make train     install, prepare the corpus, train `tiny` with 2 processes (or one per GPU), evaluate, save, sample
 #     make test      install, ruff, the test suite
+#     make proof     every layout against plain torch, every checkpoint under every layout: half an hour, docs/PROOF.md
+#     make mutants   small faults, one at a time: which test turns red? into docs/PROOF.md too
 #     make soak      the long tests that `make test` leaves out
 #     make smoke     this machine: every strategy for a few steps, on two GPUs if there are two
 #     make clean     remove the environment and what tools left; runs/ and corpus/ stay
@@ -18,7 +20,7 @@ TOOLS := $(shell sed -n '/^test = /s/[^[]*\[\|[],"]//gp' pyproject.toml)
 export OMP_NUM_THREADS := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train test soak smoke clean
+.PHONY: train test proof mutants soak smoke clean
 
 # 24, the global batch of tiny, is to divide by the number of processes
 train: .venv/ready
@@ -31,6 +33,12 @@ test: .venv/ready-to-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -q -m 'not soak'
+
+proof: .venv/ready-to-test
+	$(RUN) tests/proof.py
+
+mutants: .venv/ready-to-test
+	$(RUN) tests/mutants.py
 
 soak: .venv/ready-to-test
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -q -m soak

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -85,6 +86,12 @@ def run_ranks(world_size: int, fn, *args, timeout: float = 60) -> list:
         return [pickle.loads(Path(folder, f"result-{r}").read_bytes()) for r in range(world_size)]
 
 
+def copy_of_tree(folder: Path) -> Path:
+    """A copy of this checkout to be changed: without version control, environment, corpora and runs."""
+    left = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "runs", "corpus", "docs")
+    return Path(shutil.copytree(ROOT, folder, ignore=left, symlinks=True))
+
+
 # --- training runs ----------------------------------------------------------------------------------------------------
 
 TOY = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ff=88, vocab_size=61, seq_len=32)
@@ -115,10 +122,12 @@ def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.sum
     summary(self, memory, predicted)
 
 
-def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dict[str, list[dict]]:
+def train(
+    rank: int, script: str, folder: str, variants: dict[str, dict], group: dist.ProcessGroup | None = None
+) -> dict[str, list[dict]]:
     """Log rows of script.main for each named set of flags, one after the other in the same processes.
 
-    Run folders folder/NAME.
+    Run folders folder/NAME. group: the ranks that train; None: all.
     """
     module = importlib.import_module(script)
     meter.Meter.summary = checked_summary
@@ -129,7 +138,7 @@ def train(rank: int, script: str, folder: str, variants: dict[str, dict]) -> dic
             global_batch=12, micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
             save_every=1000, log_every=1000,
         )  # fmt: skip
-        rows[name] = module.main(module.Config(**base | flags))
+        rows[name] = module.main(module.Config(**base | flags), group)
     return rows
 
 
@@ -144,7 +153,11 @@ def logits_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint of a run folder, whole."""
-    path = max(Path(folder, "ckpt").glob("step_*"))
+    return stored(max(Path(folder, "ckpt").glob("step_*")))
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, as torch's own reader finds them."""
     index = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in index.items() if not n.startswith("rng")}
     dcp.load(state, checkpoint_id=path, no_dist=True)

@@ -82,6 +82,17 @@ def test_10_and_10_is_20(world_size, script, stage, tmp_path):
         same_tensors(final_weights(tmp_path / f"from {step}"), weights, f"stopped at {step}")
 
 
+def test_the_loss_scale_goes_on(tmp_path):
+    """float16: the factor and the count of good steps behind it are the checkpoint's, not the first step's."""
+    toy_files(tmp_path)
+    flags = dict(dtype="float16", scale_power=4, scale_window=2, micro_batch=12, steps=8, save_every=3, keep_last=8)
+    rows = run_ranks(1, train, "train_zero", str(tmp_path), {"straight": flags}, timeout=100)[0]["straight"]
+    assert [r["loss_scale"] for r in rows] == [16, 16, 16, 32, 32, 64, 64, 128]
+    cut_at(tmp_path, "straight", 3, "on")
+    resumed = run_ranks(1, train, "train_zero", str(tmp_path), {"on": flags}, timeout=100)[0]["on"]
+    assert [r["loss_scale"] for r in resumed] == [r["loss_scale"] for r in rows[3:]]
+
+
 # --- other layouts ----------------------------------------------------------------------------------------------------
 
 
