@@ -115,6 +115,18 @@ def toy_files(folder: Path, **model) -> None:
         prepare.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61, workers=1)
 
 
+def add_val(folder: Path, corpus: str) -> None:
+    """Give a corpus of toy_files() a validation split, whose windows are few and do not divide among the ranks."""
+    lines = [json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400)]
+    (folder / "val.jsonl").write_text("".join(lines))
+    prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
+    meta, val = (json.loads((folder / name / "meta.json").read_text()) for name in (corpus, "val"))
+    for file in (folder / "val").glob("val*.bin"):
+        os.link(file, folder / corpus / file.name)
+    meta["splits"]["val"] = val["splits"]["val"]
+    (folder / corpus / "meta.json").write_text(json.dumps(meta))
+
+
 def checked_summary(self, memory: dict, predicted: list, summary=meter.Meter.summary) -> None:
     """Meter.summary(), and in every run of every test the bytes and calls that were counted are those predicted."""
     for op, (expected, counted) in self.compare(predicted).items():

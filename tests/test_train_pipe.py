@@ -11,13 +11,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, assert_follows, final_weights, run_ranks, toy_files, train
+from harness import ROOT, add_val, assert_follows, final_weights, run_ranks, toy_files, train
 
 import train_ddp
 import train_pipe
 from buckets import held_by
 from model import SIZES, ModelConfig, flops_per_token, params
-from support import prepare
 from support.flags import Config, UserError
 from support.run import Run
 from support.timeline import draw, most_in_flight, timeline
@@ -207,21 +206,8 @@ COUNTS = [f"{name} {m}" for m in range(1, 9) for name in ("gpipe", "1f1b")]  # m
 
 
 def files(folder):
-    """toy_files, and a val split beside both corpora."""
     toy_files(folder, n_layer=LAYERS)
-    (folder / "val.jsonl").write_text(
-        "".join(json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400))
-    )
-    prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
-
-
-def with_val(folder):
-    """masked/ with the val split of val/: its windows are few and do not divide among the ranks."""
-    masked, val = (json.loads((folder / name / "meta.json").read_text()) for name in ("masked", "val"))
-    for file in (folder / "val").glob("val*.bin"):
-        os.link(file, folder / "masked" / file.name)
-    masked["splits"]["val"] = val["splits"]["val"]
-    (folder / "masked" / "meta.json").write_text(json.dumps(masked))
+    add_val(folder, "masked")
 
 
 def flags(folder, pp, dp, reference=False):
@@ -284,7 +270,6 @@ def reference(tmp_path_factory):
     """train_ddp in one process, the whole batch in one micro-batch."""
     folder = tmp_path_factory.mktemp("one")
     files(folder)
-    with_val(folder)
     rows = run_ranks(1, train, "train_ddp", str(folder), flags(folder, 1, 1, reference=True), timeout=300)[0]
     return rows, {name: final_weights(folder / name) for name in VARIANTS}
 
@@ -292,7 +277,6 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("pp, dp", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
 def test_parity(pp, dp, reference, tmp_path):
     files(tmp_path)
-    with_val(tmp_path)
     results = run_ranks(pp * dp, watched, str(tmp_path), flags(tmp_path, pp, dp), timeout=300)
     rows, weights = reference
     for name in VARIANTS:
