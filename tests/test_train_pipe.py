@@ -388,7 +388,7 @@ def poisoned(rank, folder):
             return square
 
         def grad_ready(self, bucket, name, param):
-            if len(states) == 2 and name == "blocks.2.wq.weight" and self.last_micro:
+            if len(states) == 2 and name == "blocks.2.wq.weight" and bucket.passes + 1 == self.run.accum:
                 param.grad[0, 0] = float("nan")
             super().grad_ready(bucket, name, param)
 
