@@ -26,8 +26,10 @@ import train_ddp
 import train_pipe
 import train_tp
 import train_zero
+from buckets import held_by
 from cost import Machine, machine, step_seconds
 from model import flops_per_token, load_config, n_params
+from offload import HOST_TENSORS
 from support.defaults import fill
 from support.flags import UserError, flag_name, parse_flags, print_help, run_cli
 from support.meter import BF16_PEAK
@@ -106,7 +108,8 @@ def build(name: str, script, flags: dict, box: Machine) -> Layout:
     train_tp.check_layout(run)
     ranks = [dataclasses.replace(run, rank=stage * run.tp) for stage in range(run.pp)]
     run, (memory, traffic) = max(((r, script.predict(r)) for r in ranks), key=lambda found: sum(found[1][0].values()))
-    host = train_zero.host_bytes(run) * min(box.gpus, world) if "offload" in flags else 0
+    share = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run)))
+    host = share * box.gpus * ("offload" in flags)
     return Layout(name, script.__name__, flags, run, memory, host, *step_seconds(run, traffic, box))
 
 
