@@ -11,12 +11,15 @@ rates are these times the ratio of the two data sheets: estimates.
 """
 
 import dataclasses
+import json
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import train_pipe
 import train_tp
 from model import activation_parts, n_params
+from ring_allreduce import fit_link
 from support.flags import UserError
 from support.meter import BF16_PEAK
 from support.run import Run
@@ -61,15 +64,27 @@ SHEETS = {  # by data sheet: GB as sold, memory TB/s, GB/s each way to another c
 }
 
 
-def machine(kind: str, gpus: int = 1, nodes: int = 1) -> Machine:
-    """Of the kind of card that a name has in it. Raises UserError."""
-    found = next((k for k in SHEETS if k.split()[-1].lower() in kind.lower()), None)
+def machine(kind: str, gpu_mem: float = 0, gpus: int = 1, nodes: int = 1, link: str = "") -> Machine:
+    """Of the kind of card that a name has in it, or of the kind sold with about so many GB. Raises UserError.
+
+    link: a file of ring_allreduce.py, run across hosts.
+    """
+    kind = kind or min(SHEETS, key=lambda known: abs(SHEETS[known][0] - gpu_mem))
+    found = next((known for known in SHEETS if known.split()[-1].lower() in kind.lower()), None)
     if not found:
         raise UserError(f"--gpu {kind}: no rates are known of it; allowed are {', '.join(SHEETS)}")
-    sold, memory, link = (ours / h200 for ours, h200 in zip(SHEETS[found], SHEETS["H200"]))
+    sold, memory, beside = (ours / h200 for ours, h200 in zip(SHEETS[found], SHEETS["H200"]))
     box, faster = Machine(kind=found, gpus=gpus, nodes=nodes), BF16_PEAK[found] / BF16_PEAK["H200"]
     rates = dict(products=box.products * faster, attention=box.attention * faster, memory=box.memory * memory)
-    return dataclasses.replace(box, **rates, beta=box.beta * link, peer=SHEETS[found][2] > 32, room=box.room * sold)
+    rates |= dict(beta=box.beta * beside, peer=SHEETS[found][2] > 32, room=gpu_mem * FOUND or box.room * sold)
+    if link:
+        try:
+            measured = json.loads(Path(link).read_text())
+            table = [[row[key] for row in measured["rows"]] for key in ("bytes", "backend_s")]
+            rates["net_alpha"], rates["net_beta"], _ = fit_link(*table, measured["world"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--link {link}: not a file that ring_allreduce.py writes ({error!r})") from None
+    return dataclasses.replace(box, **rates)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
@@ -89,8 +104,10 @@ def pass_seconds(run: Run, box: Machine) -> tuple[float, float]:
 
 def transfers(run: Run, traffic: list, parts: list[range], box: Machine) -> tuple[Counter, float]:
     """Seconds that this rank's transfers of a step need, by kind, and the bytes it sends."""
-    sums = [part_traffic for part in parts for part_traffic in train_tp.part_traffic(run, part)] if run.tp > 1 else []
-    team = Counter(each for part in sums[::2] for each in part) + Counter(e for b in sums[1::2] for j in b for e in j)
+    team: set[tuple] = set()  # what tensor parallel ranks exchange among themselves
+    for part in parts if run.tp > 1 else []:
+        forward, backward = train_tp.part_traffic(run, part)
+        team.update(forward, *backward)
     replica, several, took, sent = run.tp * run.pp, box.nodes > 1, Counter(), 0.0
     for (op, what, size), n in Counter(traffic).items():
         of_team = (op, what, size) in team

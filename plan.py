@@ -26,9 +26,10 @@ import train_ddp
 import train_pipe
 import train_tp
 import train_zero
-from cost import FOUND, SHEETS, Machine, machine, step_seconds
+from buckets import held_by
+from cost import Machine, machine, step_seconds
 from model import flops_per_token, load_config, n_params
-from ring_allreduce import fit_link
+from offload import HOST_TENSORS
 from support.defaults import fill
 from support.flags import UserError, flag_name, parse_flags, print_help, run_cli
 from support.meter import BF16_PEAK
@@ -57,30 +58,16 @@ class Config:
     try_here: bool = False  # --try: run three steps of the recommended layout, print predicted beside measured
 
 
-# --- one layout -------------------------------------------------------------------------------------------------------
-
-
 def machine_of(cfg: Config) -> Machine:
     """What the flags say, else what is found here. Raises UserError."""
-    kind, gpus, here = cfg.gpu, cfg.gpus, torch.cuda.is_available() and not (cfg.gpu or cfg.gpu_mem)
-    if here:
-        kind, gpus = torch.cuda.get_device_name(), gpus or torch.cuda.device_count()
-        cfg.host_mem = min(cfg.host_mem, memory_there(torch.device("cpu")) / 1e9)
-    if not kind and not cfg.gpu_mem:
+    if cfg.gpu or cfg.gpu_mem:
+        return machine(cfg.gpu, cfg.gpu_mem, max(cfg.gpus, 1), cfg.nodes, cfg.link)
+    if not torch.cuda.is_available():
         raise UserError("no card is found here: say which, as in --gpu h100 --gpus 8 or --gpu-mem 80")
-    kind = kind or min(SHEETS, key=lambda k: abs(SHEETS[k][0] - cfg.gpu_mem))
-    box = machine(kind, max(gpus, 1), cfg.nodes)
-    room = memory_there(torch.device("cuda")) if here else cfg.gpu_mem * FOUND or box.room
-    box = dataclasses.replace(box, room=room)
-    if cfg.link:
-        try:
-            found = json.loads(Path(cfg.link).read_text())
-            table = [[row[key] for row in found["rows"]] for key in ("bytes", "backend_s")]
-            alpha, beta, _ = fit_link(*table, found["world"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--link {cfg.link}: not a file that ring_allreduce.py writes ({error!r})") from None
-        box = dataclasses.replace(box, net_alpha=alpha, net_beta=beta)
-    return box
+    cfg.host_mem = min(cfg.host_mem, memory_there(torch.device("cpu")) / 1e9)
+    gpus = cfg.gpus or torch.cuda.device_count()
+    box = machine(torch.cuda.get_device_name(), 0, gpus, cfg.nodes, cfg.link)
+    return dataclasses.replace(box, room=memory_there(torch.device("cuda")))
 
 
 @dataclass
@@ -118,11 +105,11 @@ def build(name: str, script, flags: dict, box: Machine) -> Layout:
     run = Run(cfg, 0, world, torch.device("cuda"))
     run = dataclasses.replace(run, **fill(cfg, world, flags.get("tp", 1), flags.get("pp", 1)))
     run.copy_engine = (flags.get("stage", 0) >= 2 or run.pp > 1) and world > 1 and box.nodes == 1 and box.peer
-    if run.tp > 1:
-        train_tp.check_layout(run)
+    train_tp.check_layout(run)
     ranks = [dataclasses.replace(run, rank=stage * run.tp) for stage in range(run.pp)]
     run, (memory, traffic) = max(((r, script.predict(r)) for r in ranks), key=lambda found: sum(found[1][0].values()))
-    host = train_zero.host_bytes(run) * min(box.gpus, world) if "offload" in flags else 0
+    share = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run)))
+    host = share * box.gpus * ("offload" in flags)
     return Layout(name, script.__name__, flags, run, memory, host, *step_seconds(run, traffic, box))
 
 
@@ -146,21 +133,17 @@ def kinds(world: int) -> list[tuple[str, object, dict]]:
     return found + [(f"ZeRO-{s} offload", train_zero, {"stage": s, "offload": "optimizer"}) for s in (1, 2, 3)]
 
 
-def asked(cfg: Config) -> dict:
-    """Flags of the scripts that the plan was given. Raises UserError for a model that is not to be had."""
-    found = {key: getattr(cfg, key) for key in ("model", "seq_len", "dtype", "global_batch") if getattr(cfg, key)}
-    return found | ({} if load_config(cfg.model).vocab_size else {"vocab_size": 257})  # bytes, as tiny's corpus
-
-
 def best(kind: tuple, cfg: Config, box: Machine) -> Layout | None:
     """Of a form the fastest that fills no more than 90 % of the card, else the smallest. None: not legal here."""
-    name, script, flags = kind
-    found: list[Layout] = []
+    (name, script, flags), found = kind, []
+    given = {key: getattr(cfg, key) for key in ("model", "seq_len", "dtype", "global_batch") if getattr(cfg, key)}
+    if not load_config(cfg.model).vocab_size:
+        given["vocab_size"] = 257  # bytes, as in tiny's own corpus
     for micro in (1, 2, 4, 8, 16, 32, 64):
         for again in ("none", "selective", "full"):
             more = {"micro_batch": micro} | ({} if again == "none" else {"recompute": again})
             try:
-                found.append(build(name, script, {**asked(cfg), **flags, **more}, box))
+                found.append(build(name, script, {**given, **flags, **more}, box))
             except UserError:
                 break
             found[-1].full = max(found[-1].gb * 1e9 / box.room, found[-1].host / 1e9 / cfg.host_mem)
@@ -172,10 +155,7 @@ def best(kind: tuple, cfg: Config, box: Machine) -> Layout | None:
 
 
 def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
-    """Every layout, fastest first, those that do not fit last; and the one to take. Raises UserError.
-
-    That is the simplest of those within 1 % of the fastest that fits; None: none does.
-    """
+    """Every layout, fastest first, those that do not fit last; and the simplest within 1 % of the fastest that fits."""
     layouts = [x for kind in kinds(box.gpus * box.nodes) if (x := best(kind, cfg, box))]
     if not layouts:
         raise UserError(f"no layout of {box.gpus * box.nodes} cards divides this model and batch")
@@ -189,15 +169,14 @@ def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
 
 
 def show(layouts: list[Layout], take: Layout | None, cfg: Config, box: Machine) -> None:
-    """The table, why the others are not it, what the one to take needs, and its command. Raises UserError if none fits."""
+    """The table, why the others are not it, and the command. Raises UserError if none fits."""
     run, world = layouts[0].run, box.gpus * box.nodes
     flops, peak = flops_per_token(run.model_cfg), BF16_PEAK[box.kind]
     alone = best(kinds(1)[0], cfg, dataclasses.replace(box, gpus=1, nodes=1, room=math.inf)).rate
     guess = "" if box.kind == "H200" and world <= 2 else "; times are estimates: measured were one and two H200s"
     print(f"{cfg.model}, {run.cfg.global_batch} x {run.cfg.seq_len} tokens a step, {world} x {box.kind}{guess}")
-    print(
-        f"{'layout':31s}micro  recompute    GB of {box.room / 1e9:.1f}  GB sent  s/step      tok/s     each   MFU  efficiency"
-    )
+    columns = "GB sent  s/step      tok/s     each   MFU  efficiency"
+    print(f"{'layout':31s}micro  recompute    GB of {box.room / 1e9:.1f}  {columns}")
     for x in layouts:
         each = x.rate / world
         row = f"{x.name:31s}{x.run.cfg.micro_batch:5d}  {x.run.cfg.recompute:9s}{x.gb:6.1f}"
@@ -215,9 +194,8 @@ def show(layouts: list[Layout], take: Layout | None, cfg: Config, box: Machine) 
     if far := [x for x in layouts if x.run.tp > box.gpus]:
         lost = far[0].seconds["communication"] / sum(far[0].seconds.values())
         print(f"tensor parallel across hosts: {far[0].name} waits or is slowed for {lost:.0%} of a step")
-    why = "the fastest that fits" if take is layouts[0] else f"within 1 % of {layouts[0].name}, and simpler"
-    why = f"{layouts[0].name} is faster but barely fits" if take.full <= FITS < layouts[0].full else why
-    print(f"\ntake {take.name}: {why}")
+    why = f"simpler than {layouts[0].name}, as fast within 1 % or with more room"
+    print(f"\ntake {take.name}: {'the fastest that fits' if take is layouts[0] else why}")
     print("  GB: " + ", ".join(f"{term} {size / 1e9:.1f}" for term, size in take.memory.items() if size))
     print("  s:  " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in take.seconds.items()))
     print("  " + shlex.join(take.command(box)))
@@ -229,17 +207,14 @@ def second_host(cfg: Config, box: Machine) -> None:
         here = dataclasses.replace(box, nodes=nodes)
         take = plan(cfg, here)[1]
         if take is None:
-            print(f"{nodes} x {box.gpus} cards: nothing fits")
-            continue
+            continue  # of one host, when the two have been asked for
         step, facts = sum(take.seconds.values()), [f"{take.name}, {take.rate:,.0f} tok/s"]
         if nodes > 1:
             endless = dataclasses.replace(here, net_beta=math.inf, net_alpha=0)
             ideal = build(take.name, sys.modules[take.script], take.flags, endless).seconds
             lost, how = 1 - sum(ideal.values()) / step, "measured" if cfg.link else "assumed, see --link"
-            verdict = (
-                f"the link is {'wide enough' if lost < 0.1 else 'too narrow'}: {box.net_beta / 1e9:.1f} GB/s ({how})"
-            )
-            facts.append(f"{verdict} for {take.sent / 1e9:.1f} GB a step and rank, costs {lost:.0%} of it")
+            verdict = f"the link is {'wide enough' if lost < 0.1 else 'too narrow'} and costs {lost:.0%} of a step"
+            facts.append(f"{verdict}: {take.sent / 1e9:.1f} GB a rank at {box.net_beta / 1e9:.1f} GB/s ({how})")
         if cfg.tokens:
             hours = cfg.tokens / take.rate / 3600
             facts.append(f"{cfg.tokens:g} tokens take {hours / 24:.1f} days, {hours * nodes * box.gpus:,.0f} GPU hours")
@@ -273,8 +248,8 @@ def main() -> None:
         second_host(cfg, box)
     if cfg.try_here:
         row = try_here(take, box)
-        print(f"tok/s: {take.rate:,.0f} predicted, {row['tok_s']:,.0f} measured", end="; ")
-        print(f"GB: {take.gb:.1f} predicted of the fullest rank, {row['peak_gb']:.1f} measured on rank 0")
+        print(f"predicted {take.rate:,.0f} tok/s and {take.gb:.1f} GB on the fullest rank; ", end="")
+        print(f"measured {row['tok_s']:,.0f} tok/s and {row['peak_gb']:.1f} GB on rank 0")
 
 
 if __name__ == "__main__":

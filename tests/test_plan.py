@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from harness import ROOT, toy_files
 
+import train_3d
 import train_ddp
 import train_pipe
 import train_tp
@@ -20,11 +21,13 @@ from ring_allreduce import fit_link
 from support.flags import UserError, parse_flags
 
 SCRIPTS = {"train_ddp": train_ddp, "train_zero": train_zero, "train_tp": train_tp, "train_pipe": train_pipe}
+SCRIPTS["train_3d"] = train_3d
 NOT_PREDICTED = {  # part of strategy or note -> why
     "peer:": "another framework",
     "zero2, NCCL fp32 reduce_scatter": "gradients have travelled in bf16 since",
     "zero3, NCCL": "gradients have travelled in bf16 since",
     "tp, copy engines": "removed again",
+    "3d pp 2": "measured before a stage whose matrices nobody shares had its blocks compiled whole (7cfdff2)",
     "NCCL_MAX_P2P_NCHANNELS": "a setting that plan.py does not know",
     "4,961 tok/s": "time: the host's memory gave AdamW 59 GB/s where others gave 100 (docs/LOG.md)",
 }
@@ -100,7 +103,7 @@ def fit(name: str, **flags):
 
 
 def test_7b_in_fp16_on_four_cards_of_24_gb():
-    flags = dict(model="7b", gpus=4, gpu_mem=24, dtype="float16", host_mem=128)
+    flags = dict(model="7b", gpus=4, gpu_mem=24, dtype="float16", host_mem=128, global_batch=16)
     stage2, offloaded, stage3 = (fit(name, **flags) for name in ("ZeRO-2", "ZeRO-2 offload", "ZeRO-3 offload"))
     assert stage2.full > 1 and stage2.gb > 40  # by hand: 2 + 16/4 bytes of 6.74 G parameters alone
     assert FITS < offloaded.full <= BARELY and offloaded.run.cfg.recompute == "full"
@@ -121,8 +124,8 @@ def test_6b_on_one_card(memory, name):
 
 def test_13b_on_four_cards_of_24_gb():
     """By hand: gradients 13 and weights 6.5 GB of stage 3 leave 5 for a sequence of 4096 and the buffers."""
-    assert fit("ZeRO-3 offload", model="13b", gpus=4, gpu_mem=24).full > 1
-    assert fit("ZeRO-3 offload", model="13b", gpus=8, gpu_mem=24).full <= FITS
+    assert fit("ZeRO-3 offload", model="13b", gpus=4, gpu_mem=24, global_batch=32).full > 1
+    assert fit("ZeRO-3 offload", model="13b", gpus=8, gpu_mem=24, global_batch=32).full <= FITS
 
 
 @pytest.mark.parametrize("gpu", ["rtx 3090", "RTX 4090", "NVIDIA L40S", "a100", "NVIDIA H100 80GB HBM3", "B200"])
@@ -141,10 +144,9 @@ def test_a_narrow_link_costs_tensor_parallel_most(tmp_path):
     cfg = Config(model="6b", gpu="h100", gpus=4, nodes=2, global_batch=256, link=f"{tmp_path}/link.json")
     box = machine_of(cfg)
     assert box.net_beta == pytest.approx(1e9, rel=0.01)
-    form = {name: best((name, script, flags), cfg, box) for name, script, flags in kinds(8)}
-    assert form["TP 8"].rate < 0.2 * form["ZeRO-1"].rate
-    wide = replace(box, net_beta=math.inf, net_alpha=0)
-    assert best(next(k for k in kinds(8) if k[0] == "TP 8"), cfg, wide).rate > 3 * form["TP 8"].rate
+    tp, zero = (next(kind for kind in kinds(8) if kind[0] == name) for name in ("TP 8", "ZeRO-1"))
+    assert best(tp, cfg, box).rate < 0.2 * best(zero, cfg, box).rate
+    assert best(tp, cfg, replace(box, net_beta=math.inf, net_alpha=0)).rate > 3 * best(tp, cfg, box).rate
 
 
 def run_cli(*flags: str) -> subprocess.CompletedProcess:
@@ -166,7 +168,7 @@ def test_the_table_the_reasons_and_the_command():
         (["--gpu", "tpu"], "--gpu tpu: no rates are known of it; allowed are B200, H200"),
         (["--model", "8b", "--gpu-mem", "80"], "--model 8b: neither a size"),
         (["--gpu-mem", "80", "--link", "README.md"], "--link README.md: not a file that ring_allreduce.py writes"),
-        (["--model", "13b", "--gpu-mem", "24"], "nothing fits; the least is"),
+        (["--model", "13b", "--gpu-mem", "24", "--global-batch", "4"], "nothing fits; the least is"),
         (["--gpus", "7", "--gpu-mem", "80", "--global-batch", "1", "--model", "tiny"], "no layout of 7 cards"),
     ],
 )
