@@ -467,9 +467,12 @@ def params(cfg: ModelConfig) -> dict[str, Param]:
     for name, tensor in model.named_parameters():
         parts, module = name.split("."), model.get_submodule(name.rsplit(".", 1)[0])
         half = getattr(module, "half", None)
-        if half not in ("attention", "mlp") if parts[0] == "blocks" else half not in ("embed", "head"):
+        half = half if isinstance(half, str) else None  # torch has a method of this name
+        halves = ("attention", "mlp") if parts[0] == "blocks" else ("embed", "head")
+        if half not in halves or not hasattr(module, "cut"):
             raise UserError(
-                f"{name}: its module's `half` is {half!r}: model.py must say where a parameter works, and its cut"
+                f"{name}: its module's `half` is {half!r} and its `cut` {getattr(module, 'cut', 'missing')}; "
+                f"model.py must say where a parameter works, {' or '.join(halves)} here, and how it is cut"
             )
         layer = int(parts[1]) if parts[0] == "blocks" else 0
         place = {"embed": -1, "attention": 2 * layer, "mlp": 2 * layer + 1, "head": 2 * cfg.n_layer}[half]

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import check_config, flops_per_token, n_params
+from model import check_config, flops_per_token, n_params, params
 from support.defaults import fill
 from support.flags import Config, UserError, flag_name, parse_flags, print_help
 from support.meter import running, say
@@ -133,6 +133,7 @@ def open_corpus(run: Run) -> None:
     cfg.vocab_size = cfg.vocab_size or tokens.vocab_size
     run.model_cfg = dataclasses.replace(run.model_cfg, vocab_size=cfg.vocab_size)
     check_config(run.model_cfg)
+    params(run.model_cfg)  # refuses one that model.py does not describe
     if tokens.vocab_size and tokens.vocab_size > cfg.vocab_size:
         found = f"{cfg.data} has a vocabulary of {tokens.vocab_size} ({tokens.tokenizer})"
         known = f"the model knows {cfg.vocab_size} ids"
