@@ -12,6 +12,8 @@
 # layer over that Python, and where nothing is missing make needs no network.
 
 PYTHON ?= python3
+# test files at a time: much of a test is waiting for processes to start
+WORKERS ?= $(shell echo $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )))
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -c .venv/pins
 TOOLS := $(shell sed -n '/^test = /s/[^[]*\[\|[],"]//gp' pyproject.toml)
@@ -32,7 +34,7 @@ train: .venv/ready
 test: .venv/ready-to-test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -q -m 'not soak'
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(RUN) -m pytest -q -p xdist.plugin -n $(WORKERS) --dist loadfile -m 'not soak'
 
 proof: .venv/ready-to-test
 	$(RUN) tests/proof.py
