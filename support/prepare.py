@@ -8,14 +8,12 @@ column), .npy and .bin (token ids); any other file that is named, and those with
 document of UTF-8 text. Lines and text may be compressed (.gz). Folders are read in sorted order, with those below; what
 is not understood there is counted.
 
-Text is encoded as ordinary text (an "<|endoftext|>" in it stays ten-odd plain tokens), each document followed by one
-end-of-text id. Ready-made ids are stored as they are: they bring their own end marks. Documents that are empty or blank
-are left out and counted.
+Text is encoded as ordinary text (an "<|endoftext|>" in it is no end mark), each document followed by one end-of-text
+id. Ready-made ids bring their own end marks. Documents that are empty or blank are left out and counted.
 
 The result is a folder: train.bin and val.bin, headerless little-endian uint16 (uint32 above 65,536 ids), cut into
 train-00000.bin ... above 1 GiB, train.mask beside where targets are masked, and meta.json, which says what it is.
-Files are read by one thread and encoded by as many as there are cores, a bounded number of pieces ahead, whatever the
-size of the input.
+Memory is bounded, whatever the size of the input.
 """
 
 import codecs
@@ -435,9 +433,6 @@ def prepare(
     if seen["empty"] or skipped or left:
         counts = f"{seen['empty']} empty documents, {seen['skipped']} skipped, files by suffix {dict(left)}"
         print(f"left out: {counts}", *skipped[:20], sep="\nskipped: ", file=sys.stderr)
-    of_val = splits["val"]["tokens"] / (splits["train"]["tokens"] + splits["val"]["tokens"])
-    if of_val > 3 * val or (val and not of_val):
-        print(f"the val split has {of_val:.1%} of the tokens: it is made of whole documents", file=sys.stderr)
 
 
 def stdlib_corpus() -> str:
@@ -459,7 +454,3 @@ def _stdlib() -> list[str]:
         folders[:] = sorted(f for f in folders if not f.endswith("-packages"))  # what is installed there may be large
         found += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(__doc__)

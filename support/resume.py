@@ -88,9 +88,8 @@ def choose_checkpoint(run: Run, saver: Checkpointer) -> str | None:
     path = newest or (cfg.resume if explicit else None)
     if path is None:
         if run.everyone(steps(saver.folder))[0]:
-            raise UserError(
-                f"no checkpoint in {saver.folder} is intact (see above): repair or remove them, or give another --out"
-            )
+            advice = "repair or remove them, or give another --out"
+            raise UserError(f"no checkpoint in {saver.folder} is intact (see above): {advice}")
         return None
     if cfg.resume == "never" and not again:
         raise UserError(f"--resume never, but {run.out} holds {path}: a new run needs a folder of its own")
@@ -101,10 +100,8 @@ def choose_checkpoint(run: Run, saver: Checkpointer) -> str | None:
         raise UserError(f"{path}: its meta.json is not one of a training run")
     later = run.everyone([p.name for p in steps(saver.folder) if int(p.name[5:]) > saved["step"]])[0]
     if newest is None and later:
-        raise UserError(
-            f"--resume {path}: {saver.folder} holds later steps ({', '.join(later)}), from which a restart would go "
-            "on; remove them or give another --out"
-        )
+        found = f"{saver.folder} holds later steps ({', '.join(later)}), from which a restart would go on"
+        raise UserError(f"--resume {path}: {found}; remove them or give another --out")
     return path
 
 
@@ -112,11 +109,9 @@ def check_same(run: Run, path: str, saved: dict) -> None:
     """Raises UserError if the checkpoint is of another model or corpus."""
     check_same_model(run, path, saved)
     if saved["data"] != run.tokens.fingerprint:
-        raise UserError(
-            f"{path} was trained on another corpus (fingerprint {saved['data']}, {run.cfg.data} has "
-            f"{run.tokens.fingerprint}): its order of samples cannot go on; --init-from starts a new run from the "
-            "weights"
-        )
+        found = f"fingerprint {saved['data']}, {run.cfg.data} has {run.tokens.fingerprint}"
+        advice = "its order of samples cannot go on; --init-from starts a new run from the weights"
+        raise UserError(f"{path} was trained on another corpus ({found}): {advice}")
 
 
 def check_same_model(run: Run, path: str | Path, saved: dict) -> None:
