@@ -101,7 +101,7 @@ def run_test(tree: Path, test: str) -> tuple[bool, str]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"{test} did not run:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
     said = re.findall(r"^E +(.*\w.*)", done.stdout, re.M)
-    telling = r"OUT OF BOUNDS|\*\*NO\*\*|, predicted |\w+Error: \S"
+    telling = r"OUT OF BOUNDS|\*\*NO\*\*|\w+Error: \S"
     said = [line for line in said if not re.search(r"error-\d+ \(first of", line)]  # the harness, before the error
     why = next((line for line in said if re.search(telling, line)), said[-1] if said else "")
     return done.returncode == 0, " ".join(why.replace("|", " ").replace("**", "").split())[:150]
