@@ -15,11 +15,11 @@ from test_resume import cut_at, load_save_go_on, same_tensors
 
 import train_3d
 from buckets import colours
+from links import open_links
 from model import ModelConfig
 from support.flags import UserError
 from support.run import Run
 from train_tp import Team
-from transport import open_links
 
 LAYERS = 2  # and four parts when interleaved: every boundary there is
 KINDS = {  # what one process computes
