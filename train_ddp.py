@@ -118,7 +118,6 @@ class DataParallel:
             bucket.check_passes(self.run.accum)
             if not self.cfg.overlap:
                 self.reduce(bucket)
-        for bucket in reversed(self.buckets.values()):
             self.wait(bucket)
             if bucket.twin:
                 # after the sum over the replicas: a + b has the same bits on both ends, whatever order that sum had
@@ -175,21 +174,18 @@ def state_bytes(run: Run, held: dict[str, Held]) -> tuple[dict[str, int], list[t
         "gradients on the wire": sum(sent.values()) if wire != master else 0,
     }
     if run.cfg.allreduce != "torch" and sent:
-        memory["reduction buffers"] = max(
-            extra_bytes(run.cfg.allreduce, sizes[u], wire, copies(run, held[u]), run.device.type, wire != master)
-            for u in sent
-        )
+        way, kind, narrow = run.cfg.allreduce, run.device.type, wire != master
+        extra = [extra_bytes(way, sizes[u], wire, copies(run, held[u]), kind, narrow) for u in sent]
+        memory["reduction buffers"] = max(extra)
     twins = [("all_reduce", "tied embedding", master * sizes[unit]) for unit in held if held[unit].twin]
     return memory, [("all_reduce", unit, size) for unit, size in reversed(sent.items())] + twins
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step in order as (operation, unit, payload bytes)."""
-    cfg = run.cfg
+    cfg, compute = run.cfg, run.dtype.itemsize
     memory, traffic = state_bytes(run, held_by(run))
-    memory["activations"] = activation_bytes(
-        run.model_cfg, cfg.micro_batch, run.dtype.itemsize, cfg.recompute, cfg.compile
-    )
+    memory["activations"] = activation_bytes(run.model_cfg, cfg.micro_batch, compute, cfg.recompute, cfg.compile)
     return memory, [*traffic, ("all_reduce", "facts", 40)]
 
 
