@@ -84,14 +84,14 @@ SAID = "every parameter must be used in every forward pass and need a gradient"
 FLAGS = {"global_batch": 6, "micro_batch": 1, "steps": 3}
 
 
-def ends_of(rank, folder, fork, forms):
+def ends_of(rank, folder, fork, forms, flags=FLAGS):
     """By form the UserError that its run ended with, None if it came through."""
     fork()
     ends = dict.fromkeys(forms)
     for name in forms:
         script, more = FORMS[name]
         try:
-            train(rank, script, folder, {name: FLAGS | more})
+            train(rank, script, folder, {name: flags | more})
         except UserError as error:
             ends[name] = str(error)
     return ends
@@ -101,6 +101,17 @@ def ends_of(rank, folder, fork, forms):
 def test_a_gradient_that_does_not_come_ends_the_run(fork, tmp_path):
     toy_files(tmp_path)
     for ends in run_ranks(2, ends_of, str(tmp_path), fork, [name for name in FORMS if name not in STAGES]):
+        for name, text in ends.items():
+            assert text and text.startswith(f"{NAMES[fork]} ") and SAID in text, (name, text)
+
+
+@pytest.mark.parametrize("fork", NAMES, ids=lambda fork: fork.__name__)
+def test_it_ends_in_the_same_step(fork, tmp_path):
+    """The run has one step, and only its last pass lacks a gradient: there is none after it that would notice."""
+    toy_files(tmp_path)
+    flags = {"global_batch": 4 if fork is skipped else 2, "micro_batch": 1, "steps": 1}
+    forms = [name for name in FORMS if name not in (*STAGES, "tp", "3d, tp")]
+    for ends in run_ranks(2, ends_of, str(tmp_path), fork, forms, flags):
         for name, text in ends.items():
             assert text and text.startswith(f"{NAMES[fork]} ") and SAID in text, (name, text)
 
