@@ -200,8 +200,7 @@ def second_host(cfg: Config, box: Machine) -> None:
     """Is the link wide enough, is the run long enough, how often to save (Young/Daly): on one host, and on two."""
     for nodes in (1, 2):
         here = dataclasses.replace(box, nodes=nodes)
-        take = plan(cfg, here)[1]
-        if take is None:
+        if (take := plan(cfg, here)[1]) is None:
             continue  # of one host, when the two have been asked for
         step, facts = sum(take.seconds.values()), [f"{take.name}, {take.rate:,.0f} tok/s"]
         if nodes > 1:
