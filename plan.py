@@ -208,7 +208,7 @@ def second_host(cfg: Config, box: Machine) -> None:
             ideal = build(take.name, sys.modules[take.script], take.flags, endless).seconds
             lost, how = 1 - sum(ideal.values()) / step, "measured" if cfg.link else "assumed, see --link"
             verdict = f"the link is {'wide enough' if lost < 0.1 else 'too narrow'} and costs {lost:.0%} of a step"
-            facts.append(f"{verdict}: {take.sent / 1e9:.1f} GB a rank at {box.net_beta / 1e9:.1f} GB/s ({how})")
+            facts.append(f"{verdict}, {box.net_beta / 1e9:.1f} GB/s {how}; a rank sends {take.sent / 1e9:.1f} GB")
         if cfg.tokens:
             hours = cfg.tokens / take.rate / 3600
             facts.append(f"{cfg.tokens:g} tokens take {hours / 24:.1f} days, {hours * nodes * box.gpus:,.0f} GPU hours")
