@@ -47,10 +47,13 @@ def compare(*words):
 @pytest.mark.parametrize(
     "other, said",
     [
-        ("seed", r"step 0: samples"), ("lr", r"step 0: lr"), ("norm", r"step 0: grad_norm"), ("forward", r"step 0: loss"),
+        ("seed", r"step 0: samples"),
+        ("lr", r"step 0: lr"),
+        ("norm", r"step 0: grad_norm"),
+        ("forward", r"step 0: loss"),
         ("update", "step 1: loss"),
     ],
-)  # fmt: skip
+)
 def test_the_first_difference(folder, other, said):
     done = compare(folder / "one", folder / other)
     assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr

@@ -1,8 +1,9 @@
-"""The GPU paths, on a single GPU: two processes share it. Copy engines and signals are the real ones; collectives, which NCCL refuses to
-run on one card, go through host memory. Skipped where there is no GPU.
+"""The GPU paths, on a single GPU: two processes share it. Skipped where there is none.
 
-    python tests/test_one_card.py FOLDER                                           # what the test runs: one process, the reference
-    torchrun --standalone --nproc_per_node=2 tests/test_one_card.py FOLDER         # two, every form
+Copy engines and signals are the real ones; collectives, which NCCL refuses on one card, go through host memory.
+
+    python tests/test_one_card.py FOLDER                                      # what the test runs: one, the reference
+    torchrun --standalone --nproc_per_node=2 tests/test_one_card.py FOLDER    # two processes, every form
 """
 
 import importlib
@@ -105,9 +106,9 @@ def main(folder: str) -> None:
     for tied in ("", "tied, "):
         for name, (script, more) in (FORMS if ranks > 1 else {"ddp": FORMS["ddp"]}).items():
             flags = dict(
-                model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{tied}{name}{ranks}", device=DEVICE, dtype="float64",
-                global_batch=12, micro_batch=3, steps=8, lr=1e-3, warmup_steps=2, clip=0.1, dropout=0.1, tie=bool(tied), workers=0,
-                eval_every=0, save_every=0, compile=False, hang_timeout=60
+                model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{tied}{name}{ranks}", device=DEVICE,
+                dtype="float64", global_batch=12, micro_batch=3, steps=8, lr=1e-3, warmup_steps=2, clip=0.1,
+                dropout=0.1, tie=bool(tied), workers=0, eval_every=0, save_every=0, compile=False, hang_timeout=60
             )  # fmt: skip
             module = importlib.import_module(script)
             rows = module.main(module.Config(**flags | more))

@@ -1,4 +1,4 @@
-"""Number formats and skipped steps: fp16 loss scaling, one rank's NaN, what is summed in fp32, which stages share their bits."""
+"""Number formats and skipped steps: fp16 loss scaling, one rank's NaN, sums in fp32, which stages share their bits."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ NAME = "blocks.1.wq.weight"  # the parameter whose gradient is spoilt; on two pi
 
 
 def spoil(rank: int, bad_rank: int, steps: set[int] | None, value: float) -> None:
-    """From now on a GPT of this process gets `value` into one element of one gradient, in these steps (None: all) on one rank."""
+    """A GPT of this process gets `value` into one element of a gradient, in these steps (None: all) on one rank."""
     set_param = GPT.set_param
 
     def faulty(self, name, tensor):
@@ -77,7 +77,7 @@ def state(folder, name, step):
     return final_weights(alone.parent)
 
 
-# --- one rank's overflow is everyone's ---------------------------------------------------------------------------------
+# --- one rank's overflow is everyone's --------------------------------------------------------------------------------
 
 
 def test_nan_in_one_gradient_of_one_rank(tmp_path):
@@ -195,11 +195,11 @@ def test_clip_comes_after_unscale(tmp_path):
                 assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
-# --- what is summed in which format -------------------------------------------------------------------------------------
+# --- what is summed in which format -----------------------------------------------------------------------------------
 
 
 def gradients_of_a_step(rank, folder, variants):
-    """By variant, the first step's gradients of NAME: each micro-batch's as computed, and the sum that the optimizer is about to read."""
+    """By variant, the first step's gradients of NAME: each micro-batch's as computed, and the sum before its update."""
     import train_ddp
 
     made, summed = [], []
@@ -296,7 +296,7 @@ def test_bf16_wire(tmp_path):
     assert all(0 < gap < 1e-3 for gap in gaps.values()), gaps
 
 
-# --- which bits are equal -----------------------------------------------------------------------------------------------
+# --- which bits are equal ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def one_process(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_float32(world_size, one_process, tmp_path):
-    """10 steps within 1e-5 of one process; stages 2 and 3 bit-equal, stage 1 too without accumulation, with and without offload."""
+    """10 steps within 1e-5 of one process; stages 2 and 3 bit-equal, 1 too without accumulation; offload or not."""
     toy_files(tmp_path)
     whole = dict(dtype="float32", micro_batch=12 // world_size, steps=10)
     parts = whole | {"micro_batch": 2}
@@ -340,11 +340,11 @@ def test_float32(world_size, one_process, tmp_path):
         assert torch.equal(value, weights["parts 1 none"][tensor]), tensor
 
 
-# --- weight decay -------------------------------------------------------------------------------------------------------
+# --- weight decay -----------------------------------------------------------------------------------------------------
 
 
 def test_weight_decay_hits_the_matrices(tmp_path):
-    """G1: with zero gradients one step shrinks every 2-D tensor by lr * weight decay, and nothing else, in every strategy."""
+    """G1: with zero gradients a step shrinks every 2-D tensor by lr * weight decay, and nothing else, everywhere."""
     toy_files(tmp_path)
     ids = {"ids": [i % 61 for i in range(12 * 32 + 1)], "mask": [0] * (12 * 32 + 1)}
     (tmp_path / "unmarked.jsonl").write_text(json.dumps(ids) + "\n")
@@ -369,7 +369,8 @@ def test_weight_decay_hits_the_matrices(tmp_path):
 @pytest.mark.parametrize(
     "name, peak",
     [
-        ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA H200 NVL", None), ("NVIDIA GB200", None), ("NVIDIA GeForce RTX 3090 Ti", None), ("Tesla T4", None),
     ],
 )  # fmt: skip

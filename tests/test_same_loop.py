@@ -1,4 +1,4 @@
-"""The loop is repeated in every training script on purpose: what must stay the same is the same, what differs is the idea."""
+"""Every training script repeats the loop on purpose: what must stay the same is the same, what differs is the idea."""
 
 import difflib
 import functools
@@ -39,7 +39,7 @@ def test_a_step_ends_alike(script):
 
 @pytest.mark.parametrize("script, lines", [("train_zero", 16), ("train_tp", 6), ("train_pipe", 60), ("train_3d", 60)])
 def test_the_diff_of_two_runs_is_the_lesson(script, lines):
-    """`diff train_ddp.py train_zero.py` below "the run": the layout, the strategy and its forward pass, nothing else."""
+    """`diff train_ddp.py train_zero.py` below "the run": layout, strategy and its forward pass, nothing else."""
     changed = [d for d in difflib.ndiff(the_run("train_ddp"), the_run(script)) if d[0] in "+-"]
     assert 0 < len(changed) <= lines, "\n".join(changed)
 
@@ -81,7 +81,7 @@ def compiled(rank, folder):
 
 
 def test_each_run_compiles_for_itself(tmp_path):
-    """main(cfg) can be called again: what one run compiled does not count against the next one's limit, nor make its shapes dynamic."""
+    """main(cfg) again: what one run compiled counts not against the next one's limit, nor makes its shapes dynamic."""
     toy_files(tmp_path)
     assert [len(rows) for rows in run_ranks(1, compiled, str(tmp_path))[0].values()] == [1, 1]
 
@@ -109,7 +109,7 @@ def test_runs_on_parts_then_on_all(tmp_path):
 
 
 def two_ways(rank, script, folder, together):
-    """Losses of two runs of two ranks, seeds 0 and 1: at once in the halves of a job of four, or one after the other."""
+    """Losses of two runs of two ranks, seeds 0 and 1: at once in the halves of a job of four, or in turn."""
     module = importlib.import_module(script)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if together else [None, None]
     found = {}

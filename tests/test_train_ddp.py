@@ -17,7 +17,7 @@ VARIANTS = {
 
 
 def variants(folder, world_size):
-    """VARIANTS with folder filled in; a rank's share of the batch is two micro-batches, or one where that is asked for."""
+    """VARIANTS with folder filled in; a rank's share of the batch is two micro-batches, or one where asked for."""
     share = 12 // world_size
     filled = {"{folder}/masked": f"{folder}/masked", "share": share}
     usual = {"micro_batch": share // 2 if share % 2 == 0 else 1}

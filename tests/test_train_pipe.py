@@ -66,9 +66,10 @@ def test_timeline_finds_a_deadlock(monkeypatch):
 
 
 def test_no_deadlock_and_no_mix_up_on_the_links():
-    """A link knows only the order of its messages; isend waits for the one before, which waits until its receiver posts.
+    """A link knows only the order of its messages; isend waits for the one before, and that until its receiver posts.
 
-    A receive is posted when the message before has been taken; the first with its recv(), or early: an activation, not to stage 0.
+    A receive is posted when the message before has been taken; the first with its recv(), or early: an activation,
+    but not to stage 0.
     """
     for name, stages, m, chunks in LAYOUTS:
         programs, sent, taken = [], {}, {}
@@ -169,11 +170,8 @@ def command(*flags):
 def test_command_line(tmp_path):
     toy_files(tmp_path)
     done = command("--draw", "--pp", "3", "--global-batch", "12", "--micro-batch", "2")
-    assert (
-        done.returncode == 0
-        and done.stdout
-        == f"{draw(schedule, 'gpipe', 3, 6)}\n{draw(schedule, '1f1b', 3, 6)}\n{draw(schedule, 'interleaved', 3, 6, 2)}\n"
-    )
+    drawings = [draw(schedule, *args) for args in (("gpipe", 3, 6), ("1f1b", 3, 6), ("interleaved", 3, 6, 2))]
+    assert done.returncode == 0 and done.stdout == "".join(f"{drawing}\n" for drawing in drawings)
     done = command("--draw", "--global-batch", "2", "--micro-batch", "4")
     assert (done.returncode, done.stderr) == (
         2,
@@ -339,9 +337,9 @@ def chain(rank, folder, runs, part):
     for kind, out, source, steps, more in runs:
         module = {"ddp": train_ddp, "pipe": train_pipe}[kind]
         flags_ = dict(
-            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{out}", device="cpu", dtype="float64", global_batch=12,
-            micro_batch=3, steps=steps, lr=1e-3, min_lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0, save_every=1000,
-            log_every=1000, tie=True, resume=source or "auto",
+            model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{out}", device="cpu", dtype="float64",
+            global_batch=12, micro_batch=3, steps=steps, lr=1e-3, min_lr=1e-3, warmup_steps=5, clip=0.1, workers=0,
+            eval_every=0, save_every=1000, log_every=1000, tie=True, resume=source or "auto",
         )  # fmt: skip
         results.append(module.main(module.Config(**flags_ | more), group))
     return results
@@ -362,7 +360,7 @@ def test_any_layout_resumes_any(tmp_path):
     for name, tensor in [item for loaded in held for item in loaded.items()]:
         assert torch.equal(tensor, saved[name]), name
     assert_follows(results[0][1], one[0][4:8], {}, {}, 1e-9)
-    # three stages -> two with two chunks each, on part of a job of three; and 3 + 3 steps on three stages are 6, bit for bit
+    # three stages -> two with two chunks each, on part of three; 3 + 3 steps on three stages are 6, bit for bit
     later = run_ranks(3, chain, f, [("pipe", "c", ckpt("b", 8), 12, {"schedule": "interleaved"})], 2, timeout=60)
     assert_follows(later[0][0], one[0][8:12], final_weights(tmp_path / "c"), final_weights(tmp_path / "one"), 1e-9)
     runs = [("pipe", "whole", None, 6, {}), ("pipe", "half", None, 3, {}), ("pipe", "half", None, 6, {})]
@@ -426,8 +424,9 @@ def test_an_error_on_the_middle_stage_ends_the_job(tmp_path):
     toy_files(tmp_path, n_layer=LAYERS)
     (tmp_path / "broken.py").write_text(BROKEN)
     call = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(tmp_path / "broken.py"), "--device", "cpu",
-        "--model", f"{tmp_path}/toy.json", "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run", "--global-batch", "12",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
+        str(tmp_path / "broken.py"), "--device", "cpu", "--model", f"{tmp_path}/toy.json",
+        "--data", f"{tmp_path}/plain", "--out", f"{tmp_path}/run", "--global-batch", "12",
         "--micro-batch", "3", "--steps", "20", "--workers", "0", "--hang-timeout", "60",
     ]  # fmt: skip
     began = time.time()

@@ -74,7 +74,7 @@ def flags_of(folder, variants):
     return {name: flags | {"data": f"{folder}/{flags.get('data', 'plain')}"} for name, flags in found.items()}
 
 
-# --- observers: the classes under test, with what they did written down ------------------------------------------------
+# --- observers: the classes under test, with what they did written down -----------------------------------------------
 
 seen: dict = {}
 
@@ -233,7 +233,7 @@ def relay(rank, folder, source):
 
 
 def test_any_layout_to_any_layout(reference, tmp_path):
-    """One process -> tp 4 -> 2 x 2 -> data parallel: every weight and moment bit-equal, 61 rows of the vocabulary, not 64."""
+    """One process -> tp 4 -> 2 x 2 -> data parallel: every weight and moment bit-equal, 61 words and not 64."""
     toy_files(tmp_path, **HEADS)
     source, weights = max((reference["folder"] / "plain/ckpt").glob("step_*")), reference["plain"][1]
     run_ranks(4, relay, str(tmp_path), str(source), timeout=100)

@@ -129,7 +129,7 @@ def test_measured_memory_is_what_the_formulas_say():
 
 
 def test_an_update_within_an_evaluation_is_the_optimizers_time():
-    """With offload the update waits for the next forward pass, which may be an evaluation's: it stays part of the step."""
+    """With offload an update waits for the next forward pass, which may be an evaluation's: still part of the step."""
     run = Run(train_zero.Config(steps=1), 0, 1, torch.device("cpu"))
     with Meter(run, 1) as meter:
         with at("eval"), at("optimizer"):

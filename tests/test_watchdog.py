@@ -137,7 +137,8 @@ def beat(op, what="", step=4, calls=10, still=20.0):
         ),
         (
             {0: beat("wait", "facts"), 1: beat("backward")}, {1: 12.0}, 1,
-            "rank 1 gives no sign of life since 12 s, when it was in backward of step 4; rank 0 waits for it in wait facts",
+            "rank 1 gives no sign of life since 12 s, when it was in backward of step 4; "
+            "rank 0 waits for it in wait facts",
         ),
         (
             {0: beat("wait", "facts", calls=12), 1: beat("all_gather", "head", calls=11)}, {}, 1,
