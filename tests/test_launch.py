@@ -726,3 +726,12 @@ def test_the_banner_names_the_run(toy, tmp_path):
     assert facts["command"] == " ".join(["train_ddp.py", *flags]) and facts["torch"] == torch.__version__
     assert "batch: 384 tokens a step = 3 sequences x 32 tokens x 4 micro-batches x 1 data-parallel ranks" in out
     assert stop_signal() == 0
+
+
+def test_the_first_command_as_it_stands(tmp_path):
+    """`torchrun --nproc_per_node=8 train_zero.py`, on any machine and with no data of one's own."""
+    call = [*TORCHRUN, "--nproc_per_node=8", str(ROOT / "train_zero.py"), "--steps", "2", "--device", "cpu"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "8 x CPU" in done.stdout and "step     1/2" in done.stdout and "DIFFERENT" not in done.stdout, done.stdout

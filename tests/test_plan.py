@@ -168,7 +168,10 @@ def test_the_table_the_reasons_and_the_command():
         (["--gpu", "tpu"], "--gpu tpu: no rates are known of it; allowed are B200, H200"),
         (["--model", "8b", "--gpu-mem", "80"], "--model 8b: neither a size"),
         (["--gpu-mem", "80", "--link", "README.md"], "--link README.md: not a file that ring_allreduce.py writes"),
-        (["--model", "13b", "--gpu-mem", "24", "--global-batch", "4"], "nothing fits; the least is"),
+        (
+            ["--model", "13b", "--gpu-mem", "24", "--global-batch", "4"],
+            "nothing fits: the table says what is too large",
+        ),
         (["--gpus", "7", "--gpu-mem", "80", "--global-batch", "1", "--model", "tiny"], "no layout of 7 cards"),
     ],
 )

@@ -6,8 +6,8 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 VARIANTS = {
     "plain": {},
     "micro": {"micro_batch": 1, "steps": 15},
-    "tied, dropout": {"tie": True, "dropout": 0.1},
-    "masked": {"data": "{folder}/masked", "micro_batch": "share"},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
+    "masked": {"data": "{folder}/masked", "micro_batch": "share", "steps": 15},
     "ring": {"allreduce": "ring", "steps": 15},
     "central": {"allreduce": "central", "steps": 15},
     "no overlap": {"overlap": False, "steps": 15},

@@ -187,7 +187,7 @@ def test_command_line(tmp_path):
 
 VARIANTS = {
     "plain": {"micro_batch": 3},
-    "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand"},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand", "steps": 20},
     "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
     "gpipe": {
         "schedule": "gpipe",

@@ -19,7 +19,7 @@ from support.run import Run
 
 KINDS = {
     "plain": {},
-    "tied, dropout": {"tie": True, "dropout": 0.1},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
     "accum": {"micro_batch": 1, "steps": 15},
     "masked": {"data": "masked", "steps": 15},
     "recompute": {"recompute": "full", "dropout": 0.1, "steps": 15},
