@@ -214,7 +214,8 @@ def any_table(begun: list[dict], gone_on: list[dict], ends: list[str]) -> tuple[
             expected = straight[begin, a][0]
             worst = largest(abs(x - y) for one in of_ranks for x, y in zip(one["losses"], expected, strict=True))
             fine = fine and not changed and worst <= BOUND
-            cells.append(("**NO** " if changed else "yes ") + f"{worst:.0e}")
+            wide = "" if worst <= BOUND else " **OUT OF BOUNDS**"
+            cells.append(("**NO** " if changed else "yes ") + f"{worst:.0e}{wide}")
         lines.append(f"| {i + 1} {a} | " + " | ".join(cells) + " |")
     return lines, fine
 
