@@ -51,6 +51,7 @@ from torch import Tensor
 from support.flags import UserError, parse_flags, print_help, run_cli
 from support.meter import at, say
 from support.rendezvous import open_group, pick_device
+from support.run import destroy_groups
 
 REDUCE = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
 # What gloo and NCCL both reduce themselves: the ring stands in for them, so it refuses what they refuse (int16, ...).
@@ -322,8 +323,7 @@ def main() -> None:
     if not Path(cfg.out).absolute().parent.is_dir():
         raise UserError(f"--out {cfg.out}: there is no folder {Path(cfg.out).absolute().parent}")
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        launch = "torchrun --nproc_per_node=2 ring_allreduce.py"
-        raise UserError(f"one process has nobody to talk to; launch two or more: {launch}")
+        raise UserError("one process has nobody to talk to; launch: torchrun --nproc_per_node=2 ring_allreduce.py")
     device = pick_device(cfg)
     open_group(device, timeout_s=120)
     N, dtype = dist.get_world_size(), getattr(torch, cfg.dtype)
@@ -353,7 +353,7 @@ def main() -> None:
         link |= {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "rows": rows}
         Path(cfg.out).write_text(json.dumps(link, indent=1) + "\n")
         say(f"written to {cfg.out}")
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 if __name__ == "__main__":
