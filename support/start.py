@@ -125,9 +125,7 @@ def open_corpus(run: Run) -> None:
         from support.prepare import ensure_corpus, stdlib_corpus  # here: it loads tokenizers
 
         cfg.data = stdlib_corpus()
-        hosts = run.everyone((os.environ.get("GROUP_RANK", "0"), socket.gethostname()))
-        first = hosts.index(hosts[run.rank]) == run.rank  # of the run's ranks on this host
-        everywhere(lambda: ensure_corpus(cfg.data), run.control, first)
+        one_prepares(run, lambda: ensure_corpus(cfg.data))
     tokens = run.tokens = open_tokens(cfg.data)
     run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
     cfg.vocab_size = cfg.vocab_size or tokens.vocab_size
@@ -144,6 +142,32 @@ def open_corpus(run: Run) -> None:
             run.val_tokens.n_windows(cfg.seq_len)
         except UserError as error:
             raise UserError(f"{error}; --eval-every 0 trains without validation") from None
+
+
+def one_prepares(run: Run, prepare: Callable[[], None]) -> None:
+    """The run's first rank on each host runs prepare(), the others wait as long as it works; its error becomes theirs.
+
+    They do not wait in a collective, nor in store.wait(): these have a time limit.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    host = os.environ.get("GROUP_RANK", "0"), socket.gethostname()
+    places = run.everyone((host, f"prepare/{dist.get_rank()}/{run.number}"))
+    first, key = next((rank, key) for rank, (theirs, key) in enumerate(places) if theirs == host)
+    if run.rank == first:
+        try:
+            prepare()
+            store.set(key, "")
+        except BaseException as error:
+            store.set(key, f"rank {run.rank} could not prepare the corpus: {error}")
+            raise
+    tenths = 0
+    while not store.check([key]):
+        time.sleep(0.1)
+        tenths += 1
+        if tenths % 300 == 0:
+            print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
+    if message := store.get(key).decode():
+        raise UserError(message)
 
 
 # --- the run folder ---------------------------------------------------------------------------------------------------

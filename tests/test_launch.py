@@ -26,7 +26,7 @@ import train_zero
 from support import rendezvous
 from support.flags import ELSEWHERE, Config, UserError, accumulation, field_help, parse_flags, print_help
 from support.run import Run, everywhere
-from support.start import stop_signal
+from support.start import one_prepares, stop_signal
 
 SCRIPTS = {"train_ddp": train_ddp, "train_zero": train_zero, "train_tp": train_tp, "train_pipe": train_pipe}
 RAW = 50257  # the vocabulary of a bare .bin file
@@ -695,6 +695,31 @@ def test_what_one_rank_does_for_others_fails_on_all(tmp_path):
     _, *both = run_ranks(3, shared_work, str(tmp_path))
     errors = [(UserError, "rank 0: no room"), (RuntimeError, "ZeroDivisionError: a fault")]
     assert both == [([1, None, *errors], ["made-by-1"])] * 2
+
+
+def prepared_by(rank, folder):
+    """Who prepares, and what the others get, in a job of three whose last two ranks make up the run."""
+    group = dist.new_group([1, 2], backend="gloo")
+    if rank == 0:
+        return None
+    run = Run(Config(data="here"), rank - 1, 2, torch.device("cpu"), world=group, control=group)
+    one_prepares(run, lambda: Path(folder, f"made-by-{rank}").write_text(""))
+    seen = sorted(path.name for path in Path(folder).iterdir())
+
+    def fail():
+        raise UserError("no room")
+
+    try:
+        one_prepares(dataclasses.replace(run, number=1), fail)
+    except UserError as error:
+        return seen, str(error)
+
+
+def test_the_first_rank_of_a_run_prepares_for_the_others(tmp_path):
+    """Also where the run is a part of the job without the host's first rank; its error becomes theirs."""
+    _, first, second = run_ranks(3, prepared_by, str(tmp_path))
+    assert first == (["made-by-1"], "no room")
+    assert second == (["made-by-1"], "rank 0 could not prepare the corpus: no room")
 
 
 def test_a_signal_before_the_loop_ends_at_once(toy, tmp_path):
