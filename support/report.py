@@ -56,6 +56,8 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
             first = json.loads(store.compare_set("first_error", "", json.dumps(first)))[:2]
         except (RuntimeError, ValueError):
             pass  # the store went with its host: then our own error is the best there is
+    if first[0] == rank and first[1] != summary:  # the watchdog has said what this rank did
+        summary, text = first[1], f"error: {first[1]}"
     if first[0] == rank:
         print(f"rank {rank}: {text}" if several else text, file=sys.stderr, flush=True)
     elif first[1] != summary:

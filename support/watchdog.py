@@ -29,7 +29,13 @@ from support.report import accuse
 from support.run import Run
 
 WAITING = (*COLLECTIVES, "wait", "bubble")
-WORDS = {"data": "data loading", "checkpoint": "saving a checkpoint", "eval": "evaluation", "other": "Python code"}
+WORDS = {
+    "start": "the start",
+    "data": "data loading",
+    "checkpoint": "saving a checkpoint",
+    "eval": "evaluation",
+    "other": "Python code",
+}
 
 
 @dataclass
@@ -126,12 +132,12 @@ class Watchdog:
             if not self.store.check([f"beat/{rank}"]):
                 return
             beats[rank] = Beat(**json.loads(self.store.get(f"beat/{rank}")))
-            if beats[rank].op == "start":
-                return  # it has not begun its loop, or ended it: what comes there has time limits of its own
             if self.seen.get(rank, (None,))[0] != beats[rank].number:
                 self.seen[rank] = beats[rank].number, now
             if now - self.seen[rank][1] > 4 * self.every:
                 silent[rank] = now - self.seen[rank][1]
+            elif beats[rank].op == "start":
+                return  # it has not begun its loop, or has ended it: what happens there has time limits of its own
         if still > self.limit:
             guilty, text = judge(beats, silent)
             frozen = [(b.host, b.pid) for rank, b in beats.items() if rank in silent]
@@ -163,4 +169,5 @@ class Watchdog:
                 except ProcessLookupError:
                     continue
         accuse(guilty, f"hang: {text}; all stacks: {folder}/")
+        time.sleep(3 * self.every)  # the others see the verdict with their next beat, and before our connections close
         os._exit(1)

@@ -291,7 +291,7 @@ def refusals(rank, folder):
     team = train_tp.Team(run)
     model = train_tp.TensorParallelGPT(run.model_cfg, team)
     train_tp.DataParallel(model, run, held_by(run))
-    table = model.embed
+    table = model.embed_summand
     logits = torch.zeros(1, 2, 16)
     for bad in (61, 63, 64, 1000, -1):
         found[f"input {bad}"] = message(lambda bad=bad: table(torch.tensor([[3, bad]])))

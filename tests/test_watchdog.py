@@ -32,22 +32,23 @@ def on_call(target, name, before):
 {fault}
 run_script(train_zero.main, train_zero.predict, train_zero.Config, "")
 """
-CASES = {  # what rank 1 does in its third step -> code, what the sentence must say, flags
+CASES = {  # what rank 1 does a second or two after the start -> code, what the sentence must say, flags
     "frozen": (
-        "on_call(data.Batches, 'next', lambda *a: calls == 9 and os.kill(os.getpid(), signal.SIGSTOP))",
-        r"hang: rank 1 gives no sign of life since \d+ s, when it was in .* of step [12]; ranks? 0.* wait",
+        "on_call(data.Batches, 'next', lambda *a: calls == 120 and os.kill(os.getpid(), signal.SIGSTOP))",
+        r"hang: rank 1 gives no sign of life since \d+ s, when it was in .* of step \d+; ranks? 0.* wait",
         {},
     ),
     "asleep in data loading": (
         "import numpy; real = data.Batches.next\n"
         "class Slow:\n    def __next__(self): time.sleep(1000)\n"
-        "on_call(data.Batches, 'next', lambda self: calls == 9 and setattr(self, 'iterator', Slow()))",
-        r"hang: rank 1 is in data loading of step 2 since \d+ s; rank 0 waits for it in .*",
+        "on_call(data.Batches, 'next', lambda self: calls == 120 and setattr(self, 'iterator', Slow()))",
+        r"hang: rank 1 is in data loading of step \d+ since \d+ s; rank 0 waits for it in .*",
         {},
     ),
     "a collective skipped": (
         "on_call(train_zero, 'all_reduce', lambda *a, **k: calls == 3)",
-        r"hang: the ranks wait for each other in step \d: rank 0: (all_reduce|wait) facts.*; rank 1: ",
+        # it has gone on to compare the proofs of its data
+        r"hang: rank 1 is in Python code of step \d+ since \d+ s; rank 0 waits for it in all_reduce facts",
         {"stage": 1},
     ),
     "one more evaluation": (
@@ -55,12 +56,12 @@ CASES = {  # what rank 1 does in its third step -> code, what the sentence must 
         "    if run.rank == 1 and calls == 1: real_evaluate(run, strategy)\n"
         "real_evaluate = train_zero.evaluate\n"
         "on_call(train_zero, 'evaluate', again)",
-        r"hang: the ranks wait for each other in step \d: rank 0: .*; rank 1: .*validation loss",
+        r"hang: the ranks wait for each other in step \d+: rank 0: .*; rank 1: .*validation loss",
         {"eval_every": 2},
     ),
     "stuck in a save": (
         "on_call(checkpoint.Checkpointer, '_stage', lambda *a: time.sleep(1000))",
-        r"hang: rank 1 is in saving a checkpoint of step 1 since",
+        r"hang: rank 1 is in saving a checkpoint of step \d since",
         {"save_every": 2},
     ),
 }
@@ -94,17 +95,17 @@ def test_hangs_name_the_guilty(tmp_path):
 def test_a_rank_that_leaves_is_named(tmp_path):
     """It exits with 0: the one that notices the closed connection is not blamed."""
     files(tmp_path)
-    CASES["leaves"] = "on_call(data.Batches, 'next', lambda *a: calls == 9 and os._exit(0))", "", {}
+    CASES["leaves"] = "on_call(data.Batches, 'next', lambda *a: calls == 120 and os._exit(0))", "", {}
     code, out, err = end(start_case("leaves", tmp_path), timeout=60)
     assert code != 0 and re.search(
-        r"rank 1 has left without an error; its last sign of life was in .* of step [12]", err
+        r"rank 1 has left without an error; its last sign of life was in .* of step \d+", err
     ), err
 
 
 def test_no_false_alarm(tmp_path):
     """A slow step, and a whole job that stands still for longer than --hang-timeout: a laptop that was closed."""
     files(tmp_path)
-    CASES["slow"] = "on_call(data.Batches, 'next', lambda *a: calls == 9 and time.sleep(4))", "", {}
+    CASES["slow"] = "on_call(data.Batches, 'next', lambda *a: calls == 120 and time.sleep(4))", "", {}
     slow = start_case("slow", tmp_path)
     CASES["paused"] = "", "", {}
     paused = start_case("paused", tmp_path)
