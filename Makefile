@@ -13,7 +13,7 @@
 
 PYTHON ?= python3
 # test files at a time: much of a test is waiting for processes to start
-WORKERS ?= $(shell echo $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )))
+WORKERS ?= $(shell echo $$(( $$(nproc) < 8 ? $$(nproc) : 8 )))
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -c .venv/pins
 TOOLS := $(shell sed -n '/^test = /s/[^[]*\[\|[],"]//gp' pyproject.toml)

@@ -71,7 +71,7 @@ def start_case(name, folder):
     fault, sentence, flags = CASES[name]
     script = folder / f"{name.replace(' ', '_')}.py"
     script.write_text(FORK.format(fault=fault))
-    more = dict(steps=100_000, hang_timeout=6, micro_batch=2, data=folder / "both") | flags
+    more = dict(steps=100_000, hang_timeout=12, micro_batch=2, data=folder / "both") | flags
     return begin(2, script, *words(folder, folder / name, **more))
 
 
@@ -89,7 +89,7 @@ def test_hangs_name_the_guilty(tmp_path):
         stacks = sorted(f.name for f in (tmp_path / name / "hang").iterdir())
         assert stacks == (["rank-0.txt"] if name == "frozen" else ["rank-0.txt", "rank-1.txt"]), name
         assert "Thread" in (tmp_path / name / "hang/rank-0.txt").read_text()
-    assert time.time() - began < 60  # on two busy cores: each needs 6 s, and as long to start
+    assert time.time() - began < 120  # on two busy cores: each needs 12 s, and as long to start
 
 
 def test_a_rank_that_leaves_is_named(tmp_path):
@@ -102,10 +102,11 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ), err
 
 
+@pytest.mark.soak
 def test_no_false_alarm(tmp_path):
     """A slow step, and a whole job that stands still for longer than --hang-timeout: a laptop that was closed."""
     files(tmp_path)
-    CASES["slow"] = "on_call(data.Batches, 'next', lambda *a: calls == 120 and time.sleep(4))", "", {}
+    CASES["slow"] = "on_call(data.Batches, 'next', lambda *a: calls == 120 and time.sleep(8))", "", {}
     slow = start_case("slow", tmp_path)
     CASES["paused"] = "", "", {}
     paused = start_case("paused", tmp_path)
@@ -115,9 +116,9 @@ def test_no_false_alarm(tmp_path):
     ranks = subprocess.run(["pgrep", "-f", str(tmp_path / "paused.py")], capture_output=True, text=True).stdout.split()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         subprocess.run(["kill", f"-{number}", *ranks], check=True)
-        time.sleep(9 if number == signal.SIGSTOP else 0)
+        time.sleep(16 if number == signal.SIGSTOP else 0)
     before = len(log.read_text().splitlines())
-    time.sleep(8)
+    time.sleep(14)
     assert len(log.read_text().splitlines()) > before and slow.poll() is None and paused.poll() is None
     for job in (slow, paused):
         job.send_signal(signal.SIGTERM)
