@@ -162,12 +162,13 @@ def complete_batch(path: str, used: dict[str, object], dp: int, given: dict[str,
     return {"global_batch": train, "micro_batch": micro or train // per_step}
 
 
-def read_deepspeed(path: str, dp: int, given: dict[str, object] = {}) -> tuple[dict[str, object], list[str]]:  # noqa: B006
+def read_deepspeed(path: str, dp: int, given: dict[str, object] | None = None) -> tuple[dict[str, object], list[str]]:
     """Flags that a DeepSpeed configuration file stands for.
 
     dp: data-parallel ranks. given: flags of the command line (field of train_zero.Config -> value). Returns the flags
     the file sets and a line for each key that sets none. Raises UserError for what is refused or contradicts `given`.
     """
+    given = given or {}
     used, notes = account(path, load(path))
     there = {key.partition(".")[0] for key in used} | {"zero_optimization"}
     if "optimizer" in there and "optimizer.type" not in used:

@@ -150,8 +150,7 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
             accumulate([0, *[1 - mlp / block, mlp / block] * model_cfg.n_layer])
         )  # of the first k halves, in blocks
         cost[n] += head / block
-        # the best ends of s stages that hold the first e halves, for each e; a high power: the slowest counts, then
-        # evenness
+        # for each e, the best ends of s stages that hold the first e halves; by a high power the slowest counts most
         best = {e: (cost[e] ** 32, [e]) for e in range(chunks, n + 1)}
         for _ in range(stages - 1):
             best = {
@@ -224,8 +223,7 @@ class Stage:
         if inputs:
             self.from_previous.expect(inputs * micro_batches, early=self.parts[0].start > 0)
         if gradients:
-            # Not early: it answers to what this stage has yet to send, and a posted receive keeps the GPU busy until
-            # then.
+            # not early: it answers to what this stage has yet to send, and a posted receive keeps the GPU busy
             self.from_next.expect(gradients * micro_batches, early=False)
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -342,7 +342,7 @@ class TensorParallelGPT(GPT):
 
     def compile_blocks(self) -> None:
         """Compile what computes; the collectives stay between, eager."""
-        # with dropout not: inductor folds the pieces' positions into the hash's constants, past 64 bits
+        # not with dropout: inductor folds the pieces' positions into the hash's constants, past 64 bits
         pointwise = () if self.cfg.dropout else ("add_norm", "add_norm_backward")
         for name in ("attention", "mlp", "own_stats", "logits_to_grad", *pointwise):
             setattr(self, name, torch.compile(getattr(self, name), fullgraph=True))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 
+from data import hash_sum, stream_windows
 from support import prepare
 from support.flags import UserError
 from support.resume import progress, resume, rng_state
@@ -156,6 +157,26 @@ def load_save_go_on(rank, folder, variants):
 
 
 # --- what may change and what not -------------------------------------------------------------------------------------
+
+
+def other_batches(rank, folder):
+    """Three steps of 12 samples, two of 6, two of 4: the rows."""
+    found, base = [], dict(micro_batch=1, save_every=1, keep_last=9, lr=1e-3, min_lr=1e-3)
+    for batch, steps in ((12, 3), (6, 5), (4, 7)):
+        flags = base | {"global_batch": batch, "steps": steps}
+        found += train(rank, "train_zero", folder, {"run": flags})["run"]
+    return found
+
+
+def test_another_batch_reads_on_where_the_stream_was(tmp_path):
+    """The position is a number of samples, not of steps: none is read twice or left out."""
+    toy_files(tmp_path)
+    rows = run_ranks(2, other_batches, str(tmp_path), timeout=60)[0]
+    assert [row["step"] for row in rows] == list(range(7))
+    first = 0
+    for row, batch in zip(rows, (12, 12, 12, 6, 6, 4, 4)):
+        assert row["samples"] == hash_sum(stream_windows(1337, first, batch, 40)), row["step"]
+        first += batch
 
 
 def test_changed_flags_and_refusals(tmp_path, capfd):
