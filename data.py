@@ -164,6 +164,7 @@ class Batches:
         if found != right:
             names = ("global_batch", "micro_batch", "seq_len", "seed")
             flags = " ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in names)
+            flags += f" --offset {run.samples_before(0)}" * (run.samples_before(0) != 0)
             show = f"python data.py show {shlex.quote(cfg.data)} --step {step} --world {run.dp} {flags}"
             share = cfg.global_batch // run.dp
             rights = [right_sum(run.place(rank).replica * share, share) for rank in range(run.world_size)]
@@ -223,11 +224,26 @@ def evaluate(run: Run, strategy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 
 
 def show(
-    path: str, step: int, world: int, global_batch: int, micro_batch: int, seq_len: int, seed: int, text: bool
+    path: str,
+    step: int,
+    world: int,
+    global_batch: int,
+    micro_batch: int,
+    seq_len: int,
+    seed: int,
+    text: bool,
+    offset: int = 0,
 ) -> None:
-    """Print which windows the loader of each data-parallel rank reads in a step, and check them."""
+    """Print which windows the loader of each data-parallel rank reads in a step, and check them.
+
+    offset: samples by which the stream is ahead of step x global_batch, in a run whose batch was another before.
+    """
     if step < 0 or world < 1:
         raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
+    if step * global_batch + offset < 0:
+        raise UserError(
+            f"--offset {offset}: step {step} begins at sample {step * global_batch + offset}, allowed is 0 or more"
+        )
     cfg = Config(data=path, global_batch=global_batch, micro_batch=micro_batch, seq_len=seq_len, seed=seed)
     cfg.steps, cfg.workers, cfg.vocab_size = step + 1, 0, 1 << 32
     tokens, samples = open_tokens(path), []
@@ -236,7 +252,8 @@ def show(
 
         encoding = load_tokenizer(tokens.tokenizer)
     for rank in range(world):
-        loader = Batches(Run(cfg, rank, world, torch.device("cpu"), tokens=tokens), step)
+        run = Run(cfg, rank, world, torch.device("cpu"), tokens=tokens, consumed=offset)
+        loader = Batches(run, step)
         x, _, mine = (torch.cat(parts) for parts in zip(*(loader.next() for _ in range(loader.accum))))
         windows = stream_windows(seed, int(mine[0]), len(mine), loader.n_windows)
         samples += mine.tolist()
@@ -246,7 +263,7 @@ def show(
         for w, ids in zip(windows, x) if text else ():
             shard, position = tokens.locate(int(w) * seq_len)
             print(f"--- window {w}: {shard.path}, token {position}\n{encoding.decode(ids.tolist())}")
-    first, last = step * global_batch, (step + 1) * global_batch - 1
+    first, last = run.samples_before(step), run.samples_before(step + 1) - 1
     if samples != list(range(first, last + 1)):
         raise UserError(f"the ranks read samples {samples}, not {first}-{last} once each")
     a, b = first // loader.n_windows, last // loader.n_windows
@@ -277,7 +294,13 @@ def main() -> None:
     p.add_argument("path", metavar="DIR", help="a corpus, as for --data")
     p.add_argument("--step", type=int, required=True)
     p.add_argument("--world", type=int, required=True, help="data-parallel ranks")
-    for name, default in (("--global-batch", 64), ("--micro-batch", 1), ("--seq-len", 128), ("--seed", 1337)):
+    for name, default in (
+        ("--global-batch", 64),
+        ("--micro-batch", 1),
+        ("--seq-len", 128),
+        ("--seed", 1337),
+        ("--offset", 0),
+    ):
         p.add_argument(name, type=int, default=default)
     p.add_argument("--text", action="store_true", help="the text behind each window too")
     args = vars(parser.parse_args())
