@@ -81,9 +81,12 @@ def accuse(guilty: int, summary: str) -> None:
 
 
 def leave_error(summary: str, follows: bool) -> None:
-    """For torchrun, which shows the earliest error as the root cause and compares whole seconds."""
+    """For torchrun, which shows the earliest error as the root cause and compares whole seconds.
+
+    A killed rank gets the second in which torchrun notices, which may be the next: what follows is dated two later.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": summary, "timestamp": str(int(time.time()) + follows)}
+        extra = {"py_callstack": summary, "timestamp": str(int(time.time()) + 2 * follows)}
         Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
 
 

@@ -112,13 +112,22 @@ def everywhere(work: Callable, group: dist.ProcessGroup | None, here: bool = Tru
         except Exception as e:  # raised again below, on every rank
             is_users = isinstance(e, (UserError, OSError))
             error = f"rank {dist.get_rank(group)}: {e if is_users else traceback.format_exc()}"
+    global _waiting
     found: list = [None] * dist.get_world_size(group)
+    _waiting += 1
     dist.all_gather_object(found, (result, error, is_users), group=group)
+    _waiting -= 1
     if errors := [error for _, error, _ in found if error]:
         raise (UserError if all(users for _, _, users in found) else RuntimeError)("; ".join(errors))
     return [result for result, _, _ in found]
 
 
+def waiting() -> bool:
+    """Whether this process has done its part of an everywhere(), in whichever thread, and the other ranks have not."""
+    return _waiting > 0
+
+
+_waiting = 0
 _made: dict[tuple, dist.ProcessGroup] = {}
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from support.meter import COLLECTIVES, activity
 from support.report import accuse
-from support.run import Run
+from support.run import Run, waiting
 
 WAITING = (*COLLECTIVES, "wait", "bubble")
 WORDS = {
@@ -115,6 +115,8 @@ class Watchdog:
                 moved, last = now, state
             woke, number = now, number + 1
             _, step, op, what, calls = state or (0, 0, "start", "", 0)
+            if op == "checkpoint" and waiting():  # its part of the save is done
+                op, what = "wait", "the save"
             beat = Beat(number, step, op, what, calls, now - moved, *me)
             try:
                 self.store.set(f"beat/{self.run.rank}", json.dumps(asdict(beat)))
