@@ -469,6 +469,7 @@ class Checkpointer:
         self.folder, self.keep_last = Path(folder), keep_last
         self.protected, self.damaged, self.intact = set(), set(), set()
         self.thread, self.error, self.arena = None, None, None
+        self.said_slow = False
 
         # ranks on machines without a common file system would each save a part, and nobody would know before the resume
         self._everywhere(lambda: self.folder.mkdir(parents=True, exist_ok=True), only_rank=0)
@@ -499,8 +500,12 @@ class Checkpointer:
 
     # save
 
-    def save(self, step: int, tensors: dict[str, Piece], meta: dict, *, rng: torch.Tensor | None = None) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Piece], meta: dict, *, rng: torch.Tensor | None = None, rotate: bool = True
+    ) -> None:
         """Saves step_{step}: tensors as pieces, meta as JSON, rng (1-D uint8) for load() by the same rank.
+
+        rotate: whether older ones may go; not in a step whose gradient was not finite, from which there is no way on.
 
         Returns when everything is copied to host memory, writing goes on in a thread. What several ranks hold is copied
         and written by one, so that a replicated run costs each rank 1/world_size of it. UserError, on all ranks, if the
@@ -516,7 +521,7 @@ class Checkpointer:
             mine = _share_out([layout for _, _, layout in everyone])[self.rank]
             staged = {}
             self._everywhere(lambda: staged.update(self._stage(tensors, mine)))  # one host out of memory: all must know
-        args = (step, everyone[0][1], staged)
+        args = (step, everyone[0][1], staged, rotate)
         # daemon: when another rank dies, this thread sits in a collective for up to the group's time-out and must not
         # hold up the exit
         self.thread = threading.Thread(target=self._write, args=args, name=BACKGROUND, daemon=True)
@@ -557,19 +562,32 @@ class Checkpointer:
             torch.cuda.synchronize()  # the next optimizer step overwrites what is being copied
         return staged
 
-    def _write(self, step: int, meta: str, staged: dict[str, Piece]) -> None:
+    def _write(self, step: int, meta: str, staged: dict[str, Piece], rotate: bool) -> None:
         """The background thread, with the same collectives on every rank: open the folder, write, publish."""
-        tmp = self.folder / f".tmp-step_{step:08d}"
+        tmp, begun = self.folder / f".tmp-step_{step:08d}", time.monotonic()
         try:
             self._everywhere(lambda: (shutil.rmtree(tmp, ignore_errors=True), tmp.mkdir()), only_rank=0)
             written = self._everywhere(lambda: _write_boxes(tmp / f"__{self.rank}_0.distcp", staged))
-            self._everywhere(lambda: self._publish(tmp, step, meta, written), only_rank=0)
+            self._everywhere(lambda: self._publish(tmp, step, meta, written, rotate), only_rank=0)
+            self._say_if_slow(time.monotonic() - begun)
         except Exception as e:  # raised again by wait()
             self.error = e
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)
 
-    def _publish(self, tmp: Path, step: int, meta: str, written: list[tuple]) -> None:
+    def _say_if_slow(self, seconds: float) -> None:
+        """Once: torchrun gives ranks half a minute from the signal to their end, in which a save has to fit."""
+        allowed = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+        if self.rank == 0 and not self.said_slow and 1.5 * seconds > allowed:
+            self.said_slow, wanted = True, math.ceil(2 * seconds) + 30
+            print(
+                f"warning: a save takes {seconds:.0f} s and torchrun kills {allowed:.0f} s after a signal, so it could "
+                f"lose steps: set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wanted} (Slurm: --signal=TERM@{wanted})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _publish(self, tmp: Path, step: int, meta: str, written: list[tuple], rotate: bool) -> None:
         """Rank 0, when all ranks have flushed their files: the last files, a look at all, the rename, rotation."""
         files = {name: entry for sums, _ in written for name, entry in sums.items()}
 
@@ -596,7 +614,7 @@ class Checkpointer:
         shutil.rmtree(self.folder / f".old-{final.name}", ignore_errors=True)
         self.damaged.discard(final.resolve())
         sound = [p for p in steps(self.folder) if (p / "checksums.json").is_file() and p.resolve() not in self.damaged]
-        for path in sound[: -self.keep_last]:
+        for path in sound[: -self.keep_last] if rotate else []:
             if path != final and path.resolve() not in self.protected:
                 aside = _move_aside(path, ".tmp-")  # half-removed it must not look like a checkpoint
                 shutil.rmtree(aside, ignore_errors=True)
@@ -609,7 +627,10 @@ class Checkpointer:
             if not (self.folder / old.name.removeprefix(".old-")).exists():
                 old.rename(self.folder / old.name.removeprefix(".old-"))
         for left in [*self.folder.glob(".old-step_*"), *self.folder.glob(".tmp-step_*")]:
-            shutil.rmtree(left)
+            try:
+                shutil.rmtree(left)
+            except OSError as problem:  # busy, or a mount: it is in nobody's way
+                print(f"warning: {left} cannot be removed ({problem})", file=sys.stderr, flush=True)
         return [path.name for path in steps(self.folder)]
 
     def _problems(self, path: Path) -> list[str]:

@@ -16,6 +16,7 @@ stand (support/tokens.py).
 import argparse
 import atexit
 import shlex
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 
@@ -91,6 +92,7 @@ class Batches:
             sampler=range(first_step * self.accum, cfg.steps * self.accum),
             num_workers=cfg.workers,
             pin_memory=run.device.type == "cuda",
+            timeout=cfg.hang_timeout if cfg.workers else 0,
             multiprocessing_context="fork" if cfg.workers else None,
         )
         # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still
@@ -130,11 +132,14 @@ class Batches:
             except (RuntimeError, OSError, EOFError) as error:  # OSError, EOFError: it died while handing a tensor over
                 for worker in self.workers:
                     worker.join(0.5)  # the dead one may not be buried yet
-                dead = [worker.pid for worker in self.workers if not worker.is_alive()]
-                if not dead:
+                if not self.workers:
                     raise
-                message = f"loader worker with pid {dead} died (killed, or out of memory or /dev/shm): {error}"
-                raise UserError(f"data-parallel rank {self.run.place().replica}: {message}") from None
+                dead = [worker.pid for worker in self.workers if not worker.is_alive()]
+                reason = str(error).strip().splitlines()[-1]
+                what = f"loader worker with pid {dead} died" if dead else "no batch came from the loader's workers"
+                free = f"/dev/shm, through which they hand batches over, has {shutil.disk_usage('/dev/shm').free} bytes free"
+                advice = "--workers 0 loads without them"
+                raise UserError(f"rank {self.run.rank}: {what} ({reason}); {free}; {advice}") from None
             if isinstance(batch, str):
                 raise UserError(batch)
             self.read += int(batch[-1])  # before it leaves the host: no wait for the device

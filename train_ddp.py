@@ -43,7 +43,7 @@ from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
 from support.meter import Meter, at, say
 from support.resume import progress, resume, rng_state
 from support.run import Run
-from support.start import end, explain, run_script, start, stop_signal
+from support.start import end, explain, run_script, start, stop_asked
 from transport import all_reduce
 
 
@@ -227,7 +227,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     (loss * (scale / nominal)).backward()  # buckets leave from in here, in the last micro-batch
                 facts[:2] += torch.stack([loss.detach().double(), targets.double()])
 
-            facts[2], facts[3], facts[4] = stop_signal(), batches.proof(), strategy.finish()
+            facts[2], facts[3], facts[4] = stop_asked(run), batches.proof(), strategy.finish()
             all_reduce(facts, run.world, "facts")
             with at("wait", "facts"):
                 loss_sum, n_valid, stop, samples, square = facts.tolist()
@@ -242,14 +242,14 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                     updates += 1
 
             done, more = step + 1, {"samples": samples}
-            if cfg.eval_every and run.val_tokens and (done % cfg.eval_every == 0 or done == cfg.steps):
+            if run.val_tokens and not stop and (done % cfg.eval_every == 0 or done == cfg.steps):
                 with at("eval"):
                     more["val_loss"] = evaluate(run, strategy)
             meter.log(
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
-                saver.save(done, strategy.pieces(), progress(run, updates, scaler), rng=rng_state(run))
+                saver.save(done, strategy.pieces(), progress(run, updates, scaler), rng=rng_state(run), rotate=finite)
             if stop:
                 break
         strategy.catch_up()

@@ -7,12 +7,14 @@ The flags are the fields of a dataclass, a comment per field is its help text. N
 import dataclasses
 import difflib
 import inspect
+import os
 import re
 import signal
 import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -179,7 +181,7 @@ def _value(name: str, text: str, kind: object) -> object:
 
 
 def print_help(cls: type, doc: str) -> None:
-    print(doc.strip() + "\n\nFlags (default in brackets where it depends on the size or the machine):")
+    print((doc or "").strip() + "\n\nFlags (default in brackets where it depends on the size or the machine):")
     texts = field_help(cls)
     for f in dataclasses.fields(cls):
         default = "" if f.default in ("", None) or texts[f.name].endswith("]") else f"  (default {f.default})"
@@ -201,12 +203,31 @@ def accumulation(global_batch: int, micro_batch: int, dp: int) -> int:
     return global_batch // per_pass
 
 
+def users_error(error: BaseException) -> BaseException:
+    """An OSError that names a file becomes the one line of a UserError; any other error stays what it is."""
+    if not isinstance(error, OSError) or not error.filename or not error.strerror:
+        return error
+    path = Path(os.fsdecode(error.filename))
+    dead = next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
+    link = f" ({dead} is a link to {os.readlink(dead)}, which is not there)" if dead else ""
+    return UserError(f"{path}: {error.strerror}{link}")
+
+
+def any_text_prints() -> None:
+    """A name that the screen's encoding lacks is printed escaped; it is no reason to lose a run."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def run_cli(main: Callable[[], None]) -> None:
-    """Frame of a command-line tool: a UserError is one line and exit code 2, Ctrl-C a quiet 130; `| head` ends it."""
+    """Frame of a command-line tool: a user's error is one line, exit code 2; Ctrl-C a quiet 130; `| head` ends it."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    any_text_prints()
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if not isinstance(error := users_error(error), UserError):
+            raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:

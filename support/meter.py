@@ -17,9 +17,10 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -84,8 +85,10 @@ def say(text: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # Ctrl-C ends the `tee` or `head` behind us too: the run goes on to save
+        except OSError as problem:  # the disk is full, or Ctrl-C has ended the `tee` behind us too: the run goes on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            with suppress(OSError):
+                print(f"warning: nothing more is printed: {problem}", file=sys.stderr, flush=True)
 
 
 def peak_flops(name: str) -> float | None:
@@ -109,6 +112,7 @@ class Meter:
         self.sequence = 0  # collectives so far
         self.marked, self.doing = 0, ("other", "")
         self.file = self.profiler = None
+        self.lost_log = False  # it could not be written
 
     def __enter__(self) -> "Meter":
         global _meter
@@ -231,15 +235,19 @@ class Meter:
         say(profiler.key_averages().table(sort_by=order, row_limit=16, max_name_column_width=100))
 
     def _write(self, row: dict) -> None:
-        if self.run.out is None:
+        if self.run.out is None or self.lost_log:
             return
-        if self.file is None:
-            path = Path(self.run.out, "log.jsonl")
-            drop_rows(path, row["step"])
-            self.file = open(path, "a", buffering=1)  # by line: a killed run loses none
         # JSON knows no NaN and no Infinity
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(finite, allow_nan=False) + "\n")
+        try:
+            if self.file is None:
+                path = Path(self.run.out, "log.jsonl")
+                drop_rows(path, row["step"])
+                self.file = open(path, "ab", buffering=0)  # a killed run loses no row
+            self.file.write((json.dumps(finite, allow_nan=False) + "\n").encode())
+        except OSError as problem:
+            self.lost_log = True
+            say(f"warning: log.jsonl gets no more rows, training goes on: {problem}")
 
     def _print(self, row: dict) -> None:
         recent = sorted(r["step_ms"] for r in self.rows[-20:])

@@ -3,6 +3,7 @@
 import datetime
 import os
 import shlex
+import socket
 import sys
 import time
 import uuid
@@ -13,6 +14,13 @@ import torch.distributed as dist
 
 from support.flags import UserError
 from support.run import GRACE, Run
+
+LAUNCHERS = {  # the variable with the number of processes, and the one with this process's number
+    "SLURM_NTASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+}
 
 _job: dist.Store | None = None  # torchrun's own, which outlives the ranks
 
@@ -51,8 +59,14 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     bound = {"device_id": device} if device.type == "cuda" else {}
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
+        refuse_launchers()
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # alone: no network is needed, and what it is called does not matter
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
         return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    there = [name for _, name in socket.if_nameindex()]
+    if wrong := [name for name in interface.split(",") if name and name not in there]:
+        raise UserError(f"GLOO_SOCKET_IFNAME={interface}: there is no {wrong[0]} here, but {', '.join(there)}")
     try:
         rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         host = os.environ["MASTER_ADDR"]
@@ -71,6 +85,14 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     store = _meet(store, rank, size, timeout_s, used=agent)
     timeout = datetime.timedelta(seconds=timeout_s + GRACE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound)
+
+
+def refuse_launchers() -> None:
+    """Raises UserError if another launcher has started several of us, each of which would train alone."""
+    for size, rank in LAUNCHERS.items():
+        if rank in os.environ and int(os.environ.get(size, 1)) > 1:
+            found = f"{size}={os.environ[size]}, but without torchrun each process would train a model of its own"
+            raise UserError(f"{found}: start one torchrun on each host, as examples/slurm.sh does")
 
 
 def _connect(host: str, port: int, size: int, is_master: bool, timeout_s: int) -> dist.Store:

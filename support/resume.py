@@ -101,7 +101,7 @@ def choose_checkpoint(run: Run, saver: Checkpointer) -> str | None:
     later = run.everyone([p.name for p in steps(saver.folder) if int(p.name[5:]) > saved["step"]])[0]
     if newest is None and later:
         found = f"{saver.folder} holds later steps ({', '.join(later)}), from which a restart would go on"
-        raise UserError(f"--resume {path}: {found}; remove them or give another --out")
+        raise UserError(f"--resume {path}: {found}; --resume auto does, else remove them or give another --out")
     return path
 
 

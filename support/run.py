@@ -44,6 +44,8 @@ class Run:
     tokens: Any = None  # data.Tokens, and the validation split's
     val_tokens: Any = None
     out: str | None = None  # run folder
+    new_folder: bool = False  # which this run has made
+    lock: Any = None  # the open file whose lock makes the folder this run's
     script: str = ""
     number: int = 0  # of runs that this process started before
     copy_engine: bool = False  # whether transfers go by copy engines (transport.py)

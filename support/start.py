@@ -8,9 +8,12 @@ parses flags, catches signals, and turns whatever goes wrong into one report and
 import copy
 import dataclasses
 import datetime
+import errno
 import faulthandler
+import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import shlex
 import signal
@@ -21,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -28,7 +32,7 @@ import torch.distributed as dist
 
 from model import check_config, flops_per_token, n_params, params
 from support.defaults import fill
-from support.flags import Config, UserError, flag_name, parse_flags, print_help
+from support.flags import Config, UserError, any_text_prints, flag_name, parse_flags, print_help, users_error
 from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
@@ -36,7 +40,7 @@ from support.run import GRACE, Run, destroy_groups, everywhere, make_group
 from support.tokens import has_val, open_tokens
 from support.watchdog import Watchdog
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = 0.5  # seconds within which a second signal is the first once more: some launchers deliver it twice
 
 _numbers = itertools.count()  # main() may run many times in one process
@@ -101,7 +105,7 @@ def start(
 def set_up_torch(cfg: Config, device: torch.device) -> None:
     """Threads, and which kernels torch may choose."""
     here = os.environ.get("LOCAL_WORLD_SIZE")
-    if here or "OMP_NUM_THREADS" not in os.environ:  # torchrun leaves one thread per process
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own choice; any other is the user's
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(here or 1)))
     if cfg.compile:
         # what earlier runs of this process compiled counts against the variants that a block may have
@@ -127,7 +131,10 @@ def open_corpus(run: Run) -> None:
         cfg.data = stdlib_corpus()
         one_prepares(run, lambda: ensure_corpus(cfg.data))
     tokens = run.tokens = open_tokens(cfg.data)
-    run.val_tokens = open_tokens(cfg.data, "val") if has_val(cfg.data) else None
+    if cfg.eval_every and has_val(cfg.data):
+        run.val_tokens = open_tokens(cfg.data, "val")
+    elif cfg.eval_every and "eval_every" in cfg.given:
+        raise UserError(f"--eval-every {cfg.eval_every}: {cfg.data} has no val split; prepare it with --val 0.005")
     cfg.vocab_size = cfg.vocab_size or tokens.vocab_size
     run.model_cfg = dataclasses.replace(run.model_cfg, vocab_size=cfg.vocab_size)
     check_config(run.model_cfg)
@@ -137,7 +144,7 @@ def open_corpus(run: Run) -> None:
         known = f"the model knows {cfg.vocab_size} ids"
         raise UserError(f"{found}, {known}; use --vocab-size {tokens.vocab_size} or more")
     tokens.n_windows(cfg.seq_len)  # UserError if there is none, here as below
-    if run.val_tokens and cfg.eval_every:
+    if run.val_tokens:
         try:
             run.val_tokens.n_windows(cfg.seq_len)
         except UserError as error:
@@ -182,14 +189,61 @@ def open_run_folder(run: Run) -> None:
             raise UserError(f"{forgot}: --out names one that stays")
         try:
             out = Path(run.cfg.out or recall(run, "folder") or new_folder(run.script))
+            run.new_folder = not out.exists() or not run.cfg.out
             out.mkdir(parents=True, exist_ok=True)
+            refuse_foreign(out)
+            own(run, out)
             (out / ".config.json").write_text(json.dumps(facts(run), indent=1))  # see own_folder()
         except OSError as problem:
-            raise UserError(f"--out {run.cfg.out or 'runs/'}: cannot write there ({problem.strerror})") from None
+            raise UserError(f"--out {run.cfg.out or 'runs/'}: cannot write there: {users_error(problem)}") from None
         remember(run, "folder", str(out))
         return str(out)
 
     run.out = everywhere(choose, run.control, run.rank == 0)[0]
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raises UserError if what a run would overwrite or append to in this folder is not a run's."""
+    try:
+        config, log = out / "config.json", out / "log.jsonl"
+        if config.exists() and not {"config", "model", "command"} <= json.loads(config.read_text()).keys():
+            raise ValueError("config.json is not a run's")
+        with open(log) if log.exists() else nullcontext("") as lines:
+            if (line := next(iter(lines), "")).endswith("\n") and not {"step", "loss"} <= json.loads(line).keys():
+                raise ValueError("log.jsonl is not a run's")
+    except (ValueError, AttributeError) as problem:
+        raise UserError(f"--out {out} holds something else ({problem}): give a folder of its own") from None
+
+
+def own(run: Run, out: Path) -> None:
+    """Lock the folder as long as this process lives: the kernel lets go of it whatever ends the process.
+
+    By fcntl.lockf, whose locks loader workers do not inherit: one of them may outlive a rank that was killed.
+    """
+    run.lock = open(out / "lock", "a+")
+    try:
+        fcntl.lockf(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        if problem.errno not in (errno.EACCES, errno.EAGAIN):
+            say(f"warning: {out} is on a file system without locks ({problem.strerror}): let no second run use it")
+            return
+        run.lock.seek(0)
+        raise UserError(f"--out {out} is in use by another run: {run.lock.read() or 'it has just begun'}") from None
+    run.lock.truncate(0)
+    run.lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    run.lock.flush()
+
+
+def abandon(run: Run) -> None:
+    """A run that was refused leaves no new folder, and another's as it was."""
+    out = Path(run.out or ".nowhere")
+    if run.rank == 0 and (out / ".config.json").exists():  # it has not begun: see own_folder()
+        (out / ".config.json").unlink()
+        if run.new_folder and not list(out.glob("ckpt/*")):
+            (out / "lock").unlink(missing_ok=True)
+            for folder in (out / "ckpt", out):
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def facts(run: Run) -> dict:
@@ -229,8 +283,10 @@ def new_folder(script: str) -> Path:
         try:
             path.mkdir(parents=True)
             return path
-        except FileExistsError:  # two jobs of one second
-            path = path.with_name(path.name + "-2")
+        except FileExistsError:
+            if not path.exists():  # runs/ itself is in the way
+                raise
+            path = path.with_name(path.name + "-2")  # two jobs of one second
 
 
 def own_folder(run: Run) -> None:
@@ -246,6 +302,8 @@ def own_folder(run: Run) -> None:
 def print_banner(run: Run) -> None:
     cfg = run.cfg
     windows = run.tokens.n_windows(cfg.seq_len)
+    if run.device.type == "cpu" and cfg.dtype == "float16":
+        say("warning: float16 on a CPU is about twenty times slower than float32; it is meant for GPUs")
     folder = f", run folder {run.out}" if run.out else ""
     say(f"{run.script}: {run.world_size} x {hardware(run)}, torch {torch.__version__}{folder}")
     say(
@@ -282,23 +340,32 @@ def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def stop_signal() -> int:
-    """The signal that asked this process to stop, 0 if none; a loop makes it every rank's at the end of a step."""
-    return _signal
+def stop_asked(run: Run) -> int:
+    """The signal that asked this process to stop, or 1 for a file STOP in the run folder, else 0.
+
+    A loop makes it every rank's at the end of a step.
+    """
+    return _signal or int(run.rank == 0 and Path(run.out, "STOP").exists())
 
 
 def end(run: Run, stop: float, step: int) -> None:
-    """The end of main(): nobody watches any more; the last line of a run that a signal ended after `step`."""
+    """The end of main(): nobody watches any more; the last line of a run that was stopped after `step`."""
     if run.watchdog:
         run.watchdog.close()
+    if run.rank == 0:
+        Path(run.out, "STOP").unlink(missing_ok=True)  # obeyed
     if stop:
         saved = f"the same command with --out {run.out} --resume auto goes on from there"
         saved = saved if run.cfg.save_every else "without --save-every nothing was saved"
-        say(f"stopped by a signal after step {step}; {saved}")
+        say(f"stopped by a signal or a file STOP after step {step}; {saved}")
+        if _signal and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+            say("if the signal was not torchrun's own, --max_restarts starts the job again: signal torchrun to end it")
 
 
 def catch_signals() -> None:
     """From here on the first signal asks for a stop after the step; a second one ends the process at once.
+
+    SIGHUP stays ignored where it was (nohup), unless torchrun will pass it on: then it kills 30 s later.
 
     Python calls a handler between two instructions of the main thread, which may be waiting for another rank. So the
     handlers do nothing, and a thread that has nothing else to do reads the numbers from a pipe.
@@ -306,8 +373,10 @@ def catch_signals() -> None:
     numbers, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: None)
+        if signal.getsignal(number) != signal.SIG_IGN or passed_on:
+            signal.signal(number, lambda number, frame: None)
     threading.Thread(target=obey_signals, args=(numbers,), name="signals", daemon=True).start()
 
 
@@ -342,6 +411,7 @@ def run_script(main: Callable[[Config], list], predict: Callable | None, config:
         print_help(config, doc)
         return
     catch_signals()
+    any_text_prints()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # `pkill -USR1 -f -- '-u .*train_'`: all stacks of every rank, while it hangs
     stopped = torch.zeros(1, dtype=torch.int32)
@@ -356,6 +426,11 @@ def run_script(main: Callable[[Config], list], predict: Callable | None, config:
             _latest = None  # it holds groups
             destroy_groups()
     except BaseException as error:
+        error = users_error(error)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # else loader workers hold this rank's sockets, and the others wait for it
+        if _latest:
+            abandon(_latest)
         report(error, predict, alike=cfg is None and "TORCHELASTIC_RUN_ID" in os.environ, run=_latest)
         os._exit(2 if isinstance(error, UserError) else 1)  # not destroy_process_group: it can hang while a peer waits
     if stopped:

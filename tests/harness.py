@@ -147,7 +147,7 @@ def train(
     for name, flags in variants.items():
         base = dict(
             model=f"{folder}/toy.json", data=f"{folder}/plain", out=f"{folder}/{name}", device="cpu", dtype="float64",
-            global_batch=12, micro_batch=1, steps=50, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
+            global_batch=12, micro_batch=1, steps=12, lr=1e-3, warmup_steps=5, clip=0.1, workers=0, eval_every=0,
             save_every=1000, log_every=1000,
         )  # fmt: skip
         rows[name] = module.main(module.Config(**base | flags), group)

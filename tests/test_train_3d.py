@@ -25,9 +25,9 @@ LAYERS = 2  # and four parts when interleaved: every boundary there is
 KINDS = {  # what one process computes
     "plain": {},
     "tied, dropout": {"tie": True, "dropout": 0.1},
-    "short, tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
-    "masked": {"data": "masked", "steps": 15, "eval_every": 7},
-    "masked, tied": {"data": "masked", "tie": True, "steps": 15, "eval_every": 7},
+    "short, tied, dropout": {"tie": True, "dropout": 0.1, "steps": 8},
+    "masked": {"data": "masked", "steps": 8, "eval_every": 3},
+    "masked, tied": {"data": "masked", "tie": True, "steps": 8, "eval_every": 3},
 }
 VARIANTS = {  # each begins with its kind
     "plain": {},

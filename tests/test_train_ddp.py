@@ -5,14 +5,14 @@ from harness import assert_follows, final_weights, run_ranks, toy_files, train
 
 VARIANTS = {
     "plain": {},
-    "micro": {"micro_batch": 1, "steps": 15},
-    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
-    "masked": {"data": "{folder}/masked", "micro_batch": "share", "steps": 15},
-    "ring": {"allreduce": "ring", "steps": 15},
-    "central": {"allreduce": "central", "steps": 15},
-    "no overlap": {"overlap": False, "steps": 15},
-    "recompute": {"recompute": "full", "dropout": 0.1, "steps": 15},
-    "selective": {"recompute": "selective", "steps": 15},
+    "micro": {"micro_batch": 1, "steps": 8},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 8},
+    "masked": {"data": "{folder}/masked", "micro_batch": "share", "steps": 8},
+    "ring": {"allreduce": "ring", "steps": 8},
+    "central": {"allreduce": "central", "steps": 8},
+    "no overlap": {"overlap": False, "steps": 8},
+    "recompute": {"recompute": "full", "dropout": 0.1, "steps": 8},
+    "selective": {"recompute": "selective", "steps": 8},
 }
 
 

@@ -187,18 +187,18 @@ def test_command_line(tmp_path):
 
 VARIANTS = {
     "plain": {"micro_batch": 3},
-    "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand", "steps": 20},
-    "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 7},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "micro_batch": 2, "stages": "by hand", "steps": 8},
+    "tied, masked": {"tie": True, "data": "masked", "micro_batch": 6, "eval_every": 4},
     "gpipe": {
         "schedule": "gpipe",
         "data": "masked",
         "dropout": 0.1,
         "micro_batch": 3,
         "recompute": "full",
-        "steps": 20,
+        "steps": 8,
     },
     "no overlap": {"overlap": False, "micro_batch": 6, "steps": 10},
-    "tied, interleaved": {"schedule": "interleaved", "data": "masked", "tie": True, "dropout": 0.1, "eval_every": 7},
+    "tied, interleaved": {"schedule": "interleaved", "data": "masked", "tie": True, "dropout": 0.1, "eval_every": 4},
 }
 COUNTS = [f"{name} {m}" for m in range(1, 9) for name in ("gpipe", "1f1b")]  # micro-batches, fewer than stages too
 
@@ -286,7 +286,7 @@ def test_parity(pp, dp, reference, tmp_path):
         assert [r[f"gpipe {m}"][1] for r in results] == [r[f"1f1b {m}"][1] for r in results]
     for name in ("tied, masked", "tied, interleaved"):
         val = {r["step"]: r["val_loss"] for r in rows[name] if "val_loss" in r}
-        assert len(val) == 8
+        assert len(val) == 3
         for result in results:
             assert {r["step"]: r["val_loss"] for r in result[name][0] if "val_loss" in r} == pytest.approx(
                 val, rel=1e-9

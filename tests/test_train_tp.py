@@ -27,10 +27,10 @@ from support.start import start
 HEADS = dict(n_head=8, n_kv_head=4)  # 4 KV heads: grouped queries also at tp = 4; 61 words: padded to 64
 KINDS = {
     "plain": {},
-    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 20},
-    "short": {"steps": 15},
-    "short, tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
-    "masked": {"data": "masked", "steps": 20},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 8},
+    "short": {"steps": 8},
+    "short, tied, dropout": {"tie": True, "dropout": 0.1, "steps": 8},
+    "masked": {"data": "masked", "steps": 8},
     "norms dominate": {"steps": 10},
     "evaluated": {"data": "both", "steps": 6, "eval_every": 3},
 }

@@ -19,10 +19,10 @@ from support.run import Run
 
 KINDS = {
     "plain": {},
-    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 15},
-    "accum": {"micro_batch": 1, "steps": 15},
-    "masked": {"data": "masked", "steps": 15},
-    "recompute": {"recompute": "full", "dropout": 0.1, "steps": 15},
+    "tied, dropout": {"tie": True, "dropout": 0.1, "steps": 8},
+    "accum": {"micro_batch": 1, "steps": 8},
+    "masked": {"data": "masked", "steps": 8},
+    "recompute": {"recompute": "full", "dropout": 0.1, "steps": 8},
 }
 
 
@@ -33,9 +33,9 @@ def stages(folder, world_size):
         for stage in (0, 1, 2, 3):
             found[f"{kind}, stage {stage}"] = {"stage": stage} | flags
     for stage in (1, 2, 3):
-        found[f"accum, stage {stage}, offload"] = {"stage": stage, "offload": "optimizer", "steps": 15}
-    found["accum, stage 3, no overlap"] = {"stage": 3, "overlap": False, "steps": 15}
-    found["accum, stage 1, no overlap"] = {"stage": 1, "overlap": False, "steps": 15}
+        found[f"accum, stage {stage}, offload"] = {"stage": stage, "offload": "optimizer", "steps": 8}
+    found["accum, stage 3, no overlap"] = {"stage": 3, "overlap": False, "steps": 8}
+    found["accum, stage 1, no overlap"] = {"stage": 1, "overlap": False, "steps": 8}
     for flags in found.values():
         flags["data"] = f"{folder}/{flags.get('data', 'plain')}"
         flags["global_batch"] = 14 if world_size == 7 else 12
