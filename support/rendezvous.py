@@ -60,8 +60,13 @@ def open_group(device: torch.device, timeout_s: int) -> None:
     bound = {"device_id": device} if device.type == "cuda" else {}
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
         refuse_launchers()
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # alone: no network is needed, and what it is called does not matter
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # alone: it does not matter what the network is called
+        try:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
+        except RuntimeError as error:
+            if "Unable to find address" not in str(error):
+                raise
+            raise UserError("even one process needs the loopback interface: `ip link set lo up`") from None
         return
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     there = [name for _, name in socket.if_nameindex()]

@@ -53,7 +53,7 @@ def all_layouts(rank: int, folder: str) -> dict[str, list[dict]]:
     for i, (name, (script, flags)) in enumerate(LAYOUTS.items()):
         group = None if script == "train_3d" else pairs[i % 2]
         if group is None or rank // 2 == i % 2:
-            flags = flags | {"steps": 8, "tie": True, "data": f"{folder}/masked"}
+            flags = flags | {"steps": 5, "tie": True, "data": f"{folder}/masked"}
             rows |= train(rank, script, folder, {name: flags}, group)
     return rows
 

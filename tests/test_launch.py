@@ -517,7 +517,7 @@ def long(toy, out) -> list[str]:
     return words(toy, out, steps=30, micro_batch=1, dropout=0.1, workers=1)
 
 
-@pytest.mark.parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_saves_and_the_same_command_goes_on(ranks, number, straight, toy, tmp_path):
     job = begin(ranks, ROOT / "train_zero.py", *long(toy, tmp_path / "run"))
     log = tmp_path / "run/log.jsonl"
@@ -598,7 +598,7 @@ def begin_slow(toy, folder, ranks: int, step: int, seconds: float, finite: int =
     return begin(ranks, folder / "slow.py", *words(toy, folder / "run", **flags), env=env)
 
 
-@pytest.mark.parametrize("ranks, number", [(0, signal.SIGINT), (0, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize("ranks, number", [(0, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_second_signal_ends_at_once(ranks, number, toy, tmp_path):
     """The run stands in the last save, of a minute: a temporary folder stays, the checkpoint before is intact."""
     job = begin_slow(toy, tmp_path, ranks, step=6, seconds=60)

@@ -293,6 +293,7 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
     same_tensors(final_weights(tmp_path / "killed"), final_weights(tmp_path / "whole"))
 
 
+@pytest.mark.soak
 def test_restart_over_two_hosts(tmp_path):
     """I9: only the host whose rank died counts the restart; both go on in their folder, also under --resume never."""
     toy_files(tmp_path)
