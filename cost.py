@@ -92,13 +92,14 @@ def machine(kind: str, gpu_mem: float = 0, gpus: int = 1, nodes: int = 1, link: 
 
 def pass_seconds(run: Run, box: Machine) -> tuple[float, float]:
     """Forward and backward of one micro-batch through a block, and through the head, on this rank."""
-    m, tokens, C = run.model_cfg, run.cfg.micro_batch * run.cfg.seq_len / run.tp, run.model_cfg.n_embd
+    m, ways, C = run.model_cfg, run.tp * run.cp, run.model_cfg.n_embd
+    tokens = run.cfg.micro_batch * run.cfg.seq_len / ways
     kept, ends, _ = activation_parts(m, run.cfg.micro_batch, run.dtype.itemsize, "none", True)
     matrices = 6 * tokens * C * (2 * C + 2 * m.n_kv_head * m.head_dim + 3 * m.n_ff) / box.products
     matrices += 6 * tokens * C * m.seq_len / box.attention
-    between = box.passes * kept / run.tp / box.memory + box.launch
+    between = box.passes * kept / ways / box.memory + box.launch
     again = {"none": 0, "selective": between, "full": matrices + between}[run.cfg.recompute] / 3
-    head = 6 * tokens * C * m.vocab_size / box.products + box.passes * ends / run.tp / box.memory
+    head = 6 * tokens * C * m.vocab_size / box.products + box.passes * ends / ways / box.memory
     return matrices + between + again, head
 
 
@@ -108,10 +109,11 @@ def transfers(run: Run, traffic: list, parts: list[range], box: Machine) -> tupl
     for part in parts if run.tp > 1 else []:
         forward, backward = train_tp.part_traffic(run, part)
         team.update(forward, *backward)
-    replica, several, took, sent = run.tp * run.pp, box.nodes > 1, Counter(), 0.0
+    replica, several, took, sent = run.tp * run.pp * run.cp, box.nodes > 1, Counter(), 0.0
+    holders = run.dp * run.cp  # of the same weights
     for (op, what, size), n in Counter(traffic).items():
         of_team = (op, what, size) in team
-        ranks = run.tp if of_team else run.world_size if what == "facts" else run.dp
+        ranks = run.tp if of_team else run.world_size if what == "facts" else holders
         if op in ("send", "recv"):
             crosses, beside, moved = several and replica > box.gpus, run.tp, size
         else:  # groups of a host that cross to the next one at once; what goes from all to all crosses from all
@@ -136,7 +138,7 @@ def step_seconds(run: Run, traffic: list, box: Machine) -> tuple[dict[str, float
     micro = max(sum(len(p) for p in parts) * block / 2 + head * (parts[-1].stop == last) for parts in stages)
     micro += 10 * held / box.memory  # gradients read in bf16 and added in fp32
     compute, bubble = run.accum * micro, (run.pp - 1) / len(stages[0]) * micro
-    share = held / run.dp if stage or getattr(run.cfg, "zero", 0) else held
+    share = held / (run.dp * run.cp) if stage or getattr(run.cfg, "zero", 0) else held
     update = 34 * share / box.memory
     if offload:  # a host's CPUs update the shares of all its cards, when the last gradients have arrived
         update = 36 * share * min(box.gpus, run.world_size) / box.host + 4 * share / run.accum / box.to_host
@@ -151,6 +153,8 @@ def step_seconds(run: Run, traffic: list, box: Machine) -> tuple[dict[str, float
     wait += lost(took["gradients"], (run.accum if each else 1) * micro * 2 / 3, engine)
     wait += lost(took["weights"], compute if stage == 3 else update, engine)
     wait += max(0.0, took["recv"] - compute)
+    if run.cp > 1:  # keys go behind attention
+        wait += lost(took["send"], compute, False)
     if run.pp > 1:
         wait += took["messages"] * box.handover if run.copy_engine else box.posted * compute
     return {"compute": compute, "bubble": bubble, "communication": wait, "update": update}, sent

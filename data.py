@@ -137,7 +137,7 @@ class Batches:
                 dead = [worker.pid for worker in self.workers if not worker.is_alive()]
                 reason = str(error).strip().splitlines()[-1]
                 what = f"loader worker with pid {dead} died" if dead else "no batch came from the loader's workers"
-                free = f"/dev/shm, through which they hand batches over, has {shutil.disk_usage('/dev/shm').free} bytes free"
+                free = f"/dev/shm, which they hand batches over in, has {shutil.disk_usage('/dev/shm').free} bytes free"
                 advice = "--workers 0 loads without them"
                 raise UserError(f"rank {self.run.rank}: {what} ({reason}); {free}; {advice}") from None
             if isinstance(batch, str):

@@ -219,16 +219,17 @@ def dropout_keys(seed: int, step: int, sample: Tensor) -> Tensor:
     return _mix(sample + name_key(seed, "dropout", step))
 
 
-def dropout(x: Tensor, p: float, keys: Tensor | None, layer: Tensor, site: int, t0: int = 0) -> Tensor:
+def dropout(x: Tensor, p: float, keys: Tensor | None, layer: Tensor, site: int, t: Tensor | int = 0) -> Tensor:
     """Zero elements with probability p, by a hash of (key of the sequence, layer, site, position, channel).
 
-    x (B, T, C) with positions t0 .. t0+T-1 of the sequence, so the mask is the same however the sequence is sharded.
+    x (B, T, C); t: the position of its first token in the sequence, or of each (T,): so the mask is the same however it
+    is sharded.
     """
     if p == 0 or keys is None:
         return x
     B, T, C = x.shape
     key = _mix(keys + (layer * 4 + site))  # (B,)
-    t = torch.arange(t0, t0 + T, device=x.device)
+    t = torch.arange(t, t + T, device=x.device) if isinstance(t, int) else t
     c = torch.arange(C, device=x.device)
     h = _mix(key[:, None, None] + (t[:, None] * C + c) * -0x61C8864680B583EB)  # (B, T, C)
     keep = (h & 0xFFFFFF) >= int(p * (1 << 24))
@@ -283,7 +284,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-_SAVED = [  # what selective recomputation keeps; norms, rotations and SwiGLU's product are made again
+SAVED = [  # what selective recomputation keeps; norms, rotations and SwiGLU's product are made again
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -294,7 +295,7 @@ _SAVED = [  # what selective recomputation keeps; norms, rotations and SwiGLU's 
 
 def _selective():
     def policy(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 import train_3d
+import train_cp
 import train_ddp
 import train_pipe
 import train_tp
@@ -102,14 +103,16 @@ def build(name: str, script, flags: dict, box: Machine) -> Layout:
     """Ask the script. Raises UserError where it would."""
     cfg, world = script.Config(**flags), box.gpus * box.nodes
     run = Run(cfg, 0, world, torch.device("cuda"))
-    run = dataclasses.replace(run, **fill(cfg, world, flags.get("tp", 1), flags.get("pp", 1)))
+    run = dataclasses.replace(run, **fill(cfg, world, *(flags.get(axis, 1) for axis in ("tp", "pp", "cp"))))
     run.copy_engine = (flags.get("stage", 0) >= 2 or run.pp > 1) and world > 1 and box.nodes == 1 and box.peer
     train_tp.check_layout(run)
+    train_cp.check_length(run)
     ranks = [dataclasses.replace(run, rank=stage * run.tp) for stage in range(run.pp)]
     run, (memory, traffic) = max(((r, script.predict(r)) for r in ranks), key=lambda found: sum(found[1][0].values()))
-    share = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run)))
-    host = share * box.gpus * ("offload" in flags)
-    return Layout(name, script.__name__, flags, run, memory, host, *step_seconds(run, traffic, box))
+    host = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run))) * box.gpus
+    return Layout(
+        name, script.__name__, flags, run, memory, host * ("offload" in flags), *step_seconds(run, traffic, box)
+    )
 
 
 def kinds(world: int) -> list[tuple[str, object, dict]]:
@@ -126,6 +129,7 @@ def kinds(world: int) -> list[tuple[str, object, dict]]:
                 found.append((name, train_tp, {"tp": tp}) if tp > 1 else (name, train_pipe, {"pp": pp, **order}))
             if (min(tp, pp) > 1 or tp * pp < world) and how != "gpipe":
                 found.append((f"{name} ZeRO-1", train_3d, {"tp": tp, "pp": pp, **order}))
+    found += [(f"CP {n} ZeRO-3", train_cp, {"cp": n, "stage": 3}) for n in sizes if n > 1]
     return found + [(f"ZeRO-{s} offload", train_zero, {"stage": s, "offload": "optimizer"}) for s in (1, 2, 3)]
 
 

@@ -11,6 +11,7 @@ drop its oldest token: its newer half is read again from position 0.
 """
 
 import codecs
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from checkpoint import find_checkpoint, whole_piece
 from export import load_hf, open_checkpoint, tokenizer_of
-from model import GPT, check_config, load_config, params, rotate
+from model import GPT, check_config, load_config, params
 from support.flags import UserError, parse_flags, print_help, run_cli
 from support.prepare import encode_text, load_tokenizer
 from support.rendezvous import pick_device
@@ -71,19 +72,16 @@ def forward_cached(model: GPT, ids: list[int], cache: Tensor, past: int) -> Tens
     T, end = len(ids), past + len(ids)
     cos, sin = model.cos[past:end], model.sin[past:end]
     seen = torch.ones(T, end, dtype=torch.bool, device=cache.device).tril(past)  # query t sees positions 0 .. past + t
+
+    def core(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """In the place of model.causal: the new keys and values go into a layer's cache (KV, seq_len, hd)."""
+        keys[:, past:end], values[:, past:end] = k[0], v[0]
+        seen_keys, seen_values, grouped = keys[None, :, :end], values[None, :, :end], q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, seen_keys, seen_values, attn_mask=seen, enable_gqa=grouped)
+
     h = model.embed(torch.tensor([ids], device=cache.device))  # (1, T, C)
-    for block, (keys, values) in zip(model.blocks, cache):
-        x = block.attn_norm(h)
-        q, k, v = (w(x).view(1, T, -1, cos.shape[-1] * 2).transpose(1, 2) for w in (block.wq, block.wk, block.wv))
-        keys[:, past:end], values[:, past:end] = rotate(k, cos, sin)[0], v[0]  # (KV, T, hd)
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin),
-            keys[None, :, :end],
-            values[None, :, :end],
-            attn_mask=seen,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        h = h + block.wo(y.transpose(1, 2).reshape(1, T, -1))
+    for block, layer in zip(model.blocks, cache):
+        h = h + block.attention(block.attn_norm(h), cos, sin, functools.partial(core, *layer))
         h = h + block.mlp(block.mlp_norm(h))
     return model.logits(h[:, -1])[0]
 

@@ -228,7 +228,7 @@ class Zero2(Zero1):
         super().allocate(run, held)
         if any(copies(run, what) != run.world_size for what in held.values()):
             raise ValueError("stages 2 and 3 share every bucket out over all ranks")
-        longest = max(padded(what, run.dp) for what in held.values())
+        longest = max(padded(what, run.world_size) for what in held.values())
         self.full = self.transport.empty(2 * longest, self.wire).split(longest)
 
     def add_buffers(self, bucket: Bucket) -> None:
@@ -361,7 +361,7 @@ def longest_sent(run: Run, held: dict[str, Held]) -> int:
 
 def buffer_lengths(run: Run, held: dict[str, Held]) -> list[int]:
     """Stage 3: elements of the three places."""
-    sizes, tied = [padded(what, run.dp) for what in held.values()], run.model_cfg.tie
+    sizes, tied = [padded(what, run.world_size) for what in held.values()], run.model_cfg.tie
     return [max(sizes[tied:])] * 2 + [sizes[0] if tied else 0]
 
 
@@ -413,7 +413,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     if cfg.stage == 2:
         return memory, [*gradients * run.accum, ("all_reduce", "facts", 40), *weights]
     units, order = list(held), gather_order(len(held), run.accum, run.model_cfg.tie, cfg.overlap)
-    gathers = [("all_gather", units[i], compute * padded(held[units[i]], run.dp)) for i in order]
+    gathers = [("all_gather", units[i], compute * padded(held[units[i]], run.world_size)) for i in order]
     return memory, [*gathers, *gradients * run.accum, ("all_reduce", "facts", 40)]
 
 

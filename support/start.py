@@ -340,12 +340,12 @@ def explain(run: Run, memory: dict[str, int], traffic: list[tuple[str, str, int]
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def stop_asked(run: Run) -> int:
-    """The signal that asked this process to stop, or 1 for a file STOP in the run folder, else 0.
+def stop_asked(run: Run) -> float:
+    """The signal that asked this process to stop, else half a one for a file STOP in the run folder, else 0.
 
     A loop makes it every rank's at the end of a step.
     """
-    return _signal or int(run.rank == 0 and Path(run.out, "STOP").exists())
+    return _signal or 0.5 * (run.rank == 0 and Path(run.out, "STOP").exists())
 
 
 def end(run: Run, stop: float, step: int) -> None:
@@ -357,7 +357,7 @@ def end(run: Run, stop: float, step: int) -> None:
     if stop:
         saved = f"the same command with --out {run.out} --resume auto goes on from there"
         saved = saved if run.cfg.save_every else "without --save-every nothing was saved"
-        say(f"stopped by a signal or a file STOP after step {step}; {saved}")
+        say(f"stopped by {'a signal' if stop >= 1 else 'the file STOP'} after step {step}; {saved}")
         if _signal and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
             say("if the signal was not torchrun's own, --max_restarts starts the job again: signal torchrun to end it")
 

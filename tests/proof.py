@@ -57,6 +57,9 @@ def all_layouts() -> dict[str, Layout]:
             for n in (2, 3):
                 name = f"ZeRO-{stage}{', offload' * (offload != 'none')}, {n}"
                 found[name] = Layout(n, "train_zero", {"stage": stage, "offload": offload, "micro_batch": 2})
+    for cp, dp, stage in ((2, 1, 1), (2, 2, 2), (4, 1, 3)):
+        flags = {"cp": cp, "stage": stage, "micro_batch": 3}
+        found[f"CP {cp}" + f" x DP {dp}" * (dp > 1) + f", ZeRO-{stage}"] = Layout(cp * dp, "train_cp", flags)
     for tp, dp in ((2, 1), (4, 1), (2, 2)):
         found[f"TP {tp}" + f" x DP {dp}" * (dp > 1)] = Layout(tp * dp, "train_tp", {"tp": tp, "micro_batch": 3})
     for schedule in ("gpipe", "1f1b", "interleaved"):
@@ -73,8 +76,9 @@ def all_layouts() -> dict[str, Layout]:
 TO_AND_FROM = [
     "one process", "DDP, all_reduce ring, 3", "ZeRO-1, 3", "ZeRO-2, 2", "ZeRO-2, offload, 3", "ZeRO-3, 3",
     "ZeRO-3, offload, 2", "TP 4", "TP 2 x DP 2", "gpipe, 2", "1f1b, 3", "interleaved, 3", "3D, TP 2 x PP 2 x DP 2",
+    "CP 2 x DP 2, ZeRO-2",
 ]  # fmt: skip
-QUICK = ["DDP, all_reduce torch, 3", "ZeRO-3, 3", "TP 2", "interleaved, 2", "3D, TP 2 x PP 2 x DP 2"]
+QUICK = ["DDP, all_reduce torch, 3", "ZeRO-3, 3", "CP 4, ZeRO-3", "TP 2", "interleaved, 2", "3D, TP 2 x PP 2 x DP 2"]
 
 
 # --- in the processes -------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_cells(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in dict(GPUS="1 2 4", STRATEGIES="ddp 3d cp", CUDA_VISIBLE_DEVICES="", OUT="out").items():
         monkeypatch.setenv(name, value)
-    for script in ("train_ddp.py", "train_3d.py"):
+    for script in ("train_ddp.py", "train_3d.py"):  # and no train_cp.py
         (tmp_path / script).touch()
     bench_table.plan(["--data", "a folder"])
     said = capsys.readouterr()

@@ -25,6 +25,7 @@ LAYOUTS = {
     "DDP": ("train_ddp", {"micro_batch": 3}),
     "ZeRO-3": ("train_zero", {"stage": 3, "micro_batch": 3}),
     "ZeRO-2, offload": ("train_zero", {"stage": 2, "offload": "optimizer", "micro_batch": 3}),
+    "CP 2": ("train_cp", {"micro_batch": 3}),
     "TP 2": ("train_tp", {"micro_batch": 6}),
     "PP 2": ("train_pipe", {"micro_batch": 3}),
     "3D, 2 x 2": ("train_3d", {"tp": 2, "pp": 2, "micro_batch": 6}),

@@ -19,6 +19,8 @@ from harness import ROOT, TOY, final_weights, run_ranks, toy_files, train
 from torch.distributed.run import get_args_parser
 
 import checkpoint
+import train_3d
+import train_cp
 import train_ddp
 import train_pipe
 import train_tp
@@ -28,7 +30,7 @@ from support.flags import ELSEWHERE, Config, UserError, accumulation, field_help
 from support.run import Run, everywhere
 from support.start import one_prepares
 
-SCRIPTS = {"train_ddp": train_ddp, "train_zero": train_zero, "train_tp": train_tp, "train_pipe": train_pipe}
+SCRIPTS = {m.__name__: m for m in (train_ddp, train_zero, train_tp, train_pipe, train_3d, train_cp)}
 RAW = 50257  # the vocabulary of a bare .bin file
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 

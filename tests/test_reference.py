@@ -38,7 +38,9 @@ def test_one_process_follows_the_reference(kind, tmp_path):
     files(tmp_path)
     shared, more = KINDS[kind]
     data = f"{tmp_path}/{shared.get('data', 'plain')}"
-    rows = run_ranks(1, train, "train_ddp", str(tmp_path), {kind: shared | more | {"data": data}}, timeout=300)[0][kind]
+    rows = run_ranks(
+        1, train, "train_ddp", str(tmp_path), {kind: shared | more | {"data": data, "steps": 50}}, timeout=300
+    )[0][kind]
     expected, state = reference(tmp_path / "toy.json", steps=50, **shared | {"data": data})
     assert sum(row["grad_norm"] > 0.1 for row in expected) > 25  # clipped
     assert_follows(rows, expected, final_weights(tmp_path / kind), state, 1e-9)

@@ -14,7 +14,7 @@ from harness import ROOT, run_ranks, toy_files, train
 import train_ddp
 from model import GPT
 
-SCRIPTS = ["train_ddp", "train_zero", "train_tp", "train_pipe", "train_3d"]
+SCRIPTS = ["train_ddp", "train_zero", "train_tp", "train_pipe", "train_3d", "train_cp"]
 
 
 def the_run(script: str) -> list[str]:
@@ -37,7 +37,9 @@ def test_a_step_ends_alike(script):
     assert not "\n".join(difflib.unified_diff(reference, ours, "train_ddp.py", f"{script}.py", lineterm=""))
 
 
-@pytest.mark.parametrize("script, lines", [("train_zero", 16), ("train_tp", 6), ("train_pipe", 60), ("train_3d", 60)])
+@pytest.mark.parametrize(
+    "script, lines", [("train_zero", 16), ("train_cp", 10), ("train_tp", 6), ("train_pipe", 60), ("train_3d", 60)]
+)
 def test_the_diff_of_two_runs_is_the_lesson(script, lines):
     """`diff train_ddp.py train_zero.py` below "the run": layout, strategy and its forward pass, nothing else."""
     changed = [d for d in difflib.ndiff(the_run("train_ddp"), the_run(script)) if d[0] in "+-"]
