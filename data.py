@@ -98,7 +98,11 @@ class Batches:
         # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still
         # needs its batches to finish the step and save.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        self.iterator = iter(loader)
+        self.workers = []
+        try:
+            self.iterator = iter(loader)
+        except OSError as error:
+            raise self.no_batch("loader workers could not be started", error) from None
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self.workers = self.iterator._workers if cfg.workers else []
         if cfg.workers:
@@ -135,11 +139,8 @@ class Batches:
                 if not self.workers:
                     raise
                 dead = [worker.pid for worker in self.workers if not worker.is_alive()]
-                reason = str(error).strip().splitlines()[-1]
                 what = f"loader worker with pid {dead} died" if dead else "no batch came from the loader's workers"
-                free = f"/dev/shm, which they hand batches over in, has {shutil.disk_usage('/dev/shm').free} bytes free"
-                advice = "--workers 0 loads without them"
-                raise UserError(f"rank {self.run.rank}: {what} ({reason}); {free}; {advice}") from None
+                raise self.no_batch(what, error) from None
             if isinstance(batch, str):
                 raise UserError(batch)
             self.read += int(batch[-1])  # before it leaves the host: no wait for the device
@@ -147,6 +148,12 @@ class Batches:
             B, T, flat = self.run.cfg.micro_batch, self.run.cfg.seq_len, batch.to(self.run.device, non_blocking=True)
             x, y = flat[: 2 * B * T].view(2, B, T)
             return x, y, flat[2 * B * T : -1]
+
+    def no_batch(self, what: str, error: Exception) -> UserError:
+        """What is wrong with the workers, and the usual cause: in a container /dev/shm may be tiny."""
+        free = f"/dev/shm, which they hand batches over in, has {shutil.disk_usage('/dev/shm').free} bytes free"
+        reason = str(error).strip().splitlines()[-1]
+        return UserError(f"rank {self.run.rank}: {what} ({reason}); {free}; --workers 0 loads without them")
 
     def proof(self) -> int:
         """Hash sum, modulo 2^32, of the windows that next() has handed out since the last call."""
