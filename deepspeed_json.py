@@ -118,6 +118,9 @@ def account(path: str, tree: dict, section: str = "") -> tuple[dict[str, object]
     used, notes = {}, []
     for name in sorted(tree, key="params".__eq__):  # params last: a type that is refused explains them
         key, value = section + name, tree[name]
+        if name.startswith("_"):
+            notes.append(f"{key} is a comment: ignored")
+            continue
         if key not in RULES:
             here = {n.removeprefix(section): n for n in RULES if n.rpartition(".")[0] == section.rstrip(".")}
             known = {n.rpartition(".")[2]: n for n in RULES} | here

@@ -31,6 +31,7 @@ from checkpoint import Piece, describe, find_checkpoint, fsync, read_boxes, read
 from model import ModelConfig, load_config, params
 from support.flags import UserError, run_cli
 from support.prepare import load_tokenizer
+from support.tokens import sniff
 
 FILE_BYTES = 5_000_000_000  # of tensors in one file: what an export needs in host memory, and the size the hub asks for
 OUTER = {"tok_emb": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -111,6 +112,7 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
 
     files, found, problems = {}, {}, []
     for file in _files(path):
+        sniff(file)
         try:
             files[file] = safetensors.safe_open(file, framework="pt")
         except (safetensors.SafetensorError, OSError) as error:

@@ -72,12 +72,15 @@ def load_config(name: str) -> ModelConfig:
     if not os.path.isfile(name):
         raise UserError(f"--model {name}: neither a size ({', '.join(SIZES)}) nor a JSON file")
     try:
-        with open(name) as file:
+        with open(name, encoding="utf-8-sig") as file:
             spec = json.load(file)
     except ValueError as error:
         raise UserError(f"--model {name}: not JSON ({error})") from None
     if not isinstance(spec, dict):
         raise UserError(f"--model {name}: holds a {type(spec).__name__}, expected an object with the model's fields")
+    if spec.get("model_type", "llama") != "llama" or {"dim", "n_layers"} <= spec.keys():
+        found = f"model_type is {spec['model_type']!r}" if "model_type" in spec else "this is Meta's own params.json"
+        raise UserError(f"--model {name}: {found}; only Hugging Face's config.json of a Llama is read")
     if "hidden_size" in spec:
         spec = _from_hf(name, spec)
     fields = {f.name: f for f in dataclasses.fields(ModelConfig)}
@@ -88,14 +91,14 @@ def load_config(name: str) -> ModelConfig:
             f"--model {name}: unknown fields {unknown}, missing fields {missing}; the fields are {list(fields)}"
         )
     for key, value in spec.items():
-        kind = fields[key].type
-        if (
-            kind is not bool
-            and isinstance(value, bool)
-            or not isinstance(value, (int, float) if kind is float else kind)
-        ):
-            raise UserError(f"--model {name}: {key} is {value!r}, expected {kind.__name__}")
+        expect(name, key, value, fields[key].type)
     return ModelConfig(**spec)
+
+
+def expect(name: str, key: str, value: object, kind: type) -> None:
+    """Raises UserError unless a field's value is of its kind; a whole number is a float too, a bool is neither."""
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise UserError(f"--model {name}: {key} is {value!r}, expected {kind.__name__}")
 
 
 def _from_hf(name: str, hf: dict) -> dict:
@@ -115,7 +118,6 @@ def _from_hf(name: str, hf: dict) -> dict:
         if not isinstance(value, dict):
             raise UserError(f"--model {name}: {key} = {value!r} is no object")
     cannot = {
-        "model_type": hf.get("model_type", "llama") != "llama",
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
@@ -128,17 +130,27 @@ def _from_hf(name: str, hf: dict) -> dict:
     for key, refused in cannot.items():
         if refused:
             raise UserError(f"--model {name}: {key} = {hf.get(key)!r} is not something this model can do")
+    others = {  # null stands for the default
+        "num_key_value_heads": (hf.get("num_key_value_heads") or hf["num_attention_heads"], int),
+        "max_position_embeddings": (hf.get("max_position_embeddings") or 2048, int),
+        "rope_theta": (hf.get("rope_theta") or parameters.get("rope_theta") or 10000.0, float),
+        "rms_norm_eps": (hf.get("rms_norm_eps") or 1e-6, float),
+        "tie_word_embeddings": (hf.get("tie_word_embeddings") or False, bool),
+    }
+    for key, (value, kind) in others.items():
+        expect(name, key, value, kind)
+    n_kv_head, seq_len, rope_theta, norm_eps, tie = (value for value, _ in others.values())
     return dict(
         n_layer=hf["num_hidden_layers"],
         n_head=hf["num_attention_heads"],
-        n_kv_head=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        n_kv_head=n_kv_head,
         n_embd=hf["hidden_size"],
         n_ff=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
-        seq_len=hf.get("max_position_embeddings", 2048),
-        rope_theta=float(hf.get("rope_theta") or parameters.get("rope_theta") or 10000.0),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tie=bool(hf.get("tie_word_embeddings", False)),
+        seq_len=seq_len,
+        rope_theta=float(rope_theta),
+        norm_eps=norm_eps,
+        tie=tie,
     )
 
 

@@ -483,9 +483,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 with at("forward"):
                     loss, targets = strategy(x, y, keys)  # sums: divided once all ranks have counted
                 with at("backward"):
-                    (
-                        loss * (scale / nominal)
-                    ).backward()  # gradients leave from in here: each time (stage 2, 3) or the last time
+                    (loss * (scale / nominal)).backward()  # gradients leave from in here, at stage 2 and 3 each time
                 facts[:2] += torch.stack([loss.detach().double(), targets.double()])
 
             facts[2], facts[3], facts[4] = stop_asked(run), batches.proof(), strategy.finish()

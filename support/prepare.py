@@ -5,8 +5,9 @@
 
 Inputs by suffix: .jsonl .ndjson .json (a {"text": ...} or {"ids": [...], "mask": [...]} per line), .parquet (a text
 column), .npy and .bin (token ids); any other file that is named, and those with a suffix of TEXT in a folder, is one
-document of UTF-8 text. Lines and text may be compressed (.gz). Folders are read in sorted order, with those below; what
-is not understood there is counted.
+document of UTF-8 text. Lines and text may be compressed (.gz, .bz2, .xz). Folders are read in sorted order, with those
+below; hidden files are left out, and so is what is not understood there: both are counted. Token files with "val" in
+their name go to the val split.
 
 Text is encoded as ordinary text (an "<|endoftext|>" in it is no end mark), each document followed by one end-of-text
 id. Ready-made ids bring their own end marks. Documents that are empty or blank are left out and counted.
@@ -16,36 +17,42 @@ train-00000.bin ... above 1 GiB, train.mask beside where targets are masked, and
 Memory is bounded, whatever the size of the input.
 """
 
+import bz2
 import codecs
+import fcntl
 import functools
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
-import socket
 import sys
 import sysconfig
+import tempfile
 import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
 
 from checkpoint import fsync
 from support.flags import UserError
-from support.tokens import FORMAT, raw_shard, read_meta
+from support.tokens import FORMAT, in_split, raw_shard, read_meta, sniff
 
+os.umask(UMASK := os.umask(0))  # the only way to read it; mkdtemp makes folders that nobody else may read
 SHARD_BYTES = 1 << 30
 PIECE = 1 << 18  # characters one thread encodes at a time: about 50 ms of work, small enough to bound memory
 TEXT = tuple(".txt .text .md .rst .tex .py .c .h .cc .cpp .cu .js .ts .java .go .rs .sh .html".split())
 LINES, IDS = (".jsonl", ".ndjson", ".json"), (".npy", ".bin")
+PACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # as tokens.sniff names them
 
 # Where a long document may be cut so that every tiktoken pattern gives the same tokens as for the whole: before a space
 # that follows a non-space, or after a letter or digit that white space or CJK punctuation follows. No pattern matches
@@ -142,11 +149,17 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
                 yield from cut([row[field]], where)
             else:
                 found = {key: type(value).__name__ for key, value in document.items()} or f"a {type(row).__name__}"
-                raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}')
+                other = next((f"; --text-field {key} takes that" for key in document if found[key] == "str"), "")
+                other = other or HOW_TO_SPLIT.format(path) * (number == 1 and not isinstance(row, dict | str))
+                raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}{other}')
         except UnicodeDecodeError as error:
             bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
         except (ValueError, RecursionError) as error:
-            bad(f"{where}: {error}")
+            indented = isinstance(row, bytes) and row.strip() in (b"{", b"[", b"[{")
+            bad(f"{where}: {error}" + HOW_TO_SPLIT.format(path) * indented)
+
+
+HOW_TO_SPLIT = "; one object per line is read: jq -c '.[]' {} >lines.jsonl (of {{\"data\": [...]}}: jq -c '.data[]')"
 
 
 def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
@@ -156,7 +169,9 @@ def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
         raise UserError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
     table = pyarrow.parquet.ParquetFile(file)
     if field not in table.schema_arrow.names:
-        raise UserError(f"{path}: no column {field!r}, there are {table.schema_arrow.names}")
+        text = next((c.name for c in table.schema_arrow if str(c.type) in ("string", "large_string")), "NAME")
+        found = f"no column {field!r}, there are {table.schema_arrow.names}"
+        raise UserError(f"{path}: {found}; --text-field {text} takes another")
     for batch in table.iter_batches(batch_size=1024, columns=[field]):
         yield from batch.column(0)
 
@@ -166,7 +181,12 @@ def read_ids(path: str, file: BinaryIO, vocab_size: int | None) -> Iterator[Piec
         if path.lower().endswith(".npy"):
             ids = np.lib.format.open_memmap(path, mode="r")
         else:
-            shard, (dtype, *_) = raw_shard(Path(path), "uint32" if (vocab_size or 0) > 1 << 16 else "uint16")
+            try:
+                shard, (dtype, *_) = raw_shard(Path(path), "uint32" if (vocab_size or 0) > 1 << 16 else "")
+            except UserError as error:
+                if "looks like uint32" not in str(error):
+                    raise
+                shard, (dtype, *_) = raw_shard(Path(path), "uint32")
             ids = np.memmap(path, dtype, "r", shard.offset, (shard.n_tokens,)) if shard.n_tokens else np.empty(0, dtype)
         for a in range(0, max(1, ids.size), PIECE):
             part = check_ids(np.asarray(ids)[a : a + PIECE], a, vocab_size)
@@ -202,20 +222,36 @@ def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
             files.append(name)
             continue
         for folder, folders, names in os.walk(name, onerror=unreadable):
-            folders.sort()
+            hidden = [n for n in (*folders, *names) if n.startswith(".") or n == "__MACOSX"]
+            left["hidden"] += len(hidden)
+            folders[:], names = sorted({*folders} - {*hidden}), {*names} - {*hidden}
             links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
             left["link to a folder"] += len(links)  # not followed: it may lead back
             for path in (os.path.join(folder, n) for n in sorted(names)):
-                if path.lower().endswith(binary) or path.lower().removesuffix(".gz").endswith(text):
+                if path.lower().endswith(".json") and not holds_lines(path):
+                    left[".json that is no data"] += 1
+                elif path.lower().endswith(binary) or unpacked(path).endswith(text):
                     files += [path] if os.path.isfile(path) else []  # no dead links, no pipes
                 else:
                     left[Path(path).suffix.lower() or "no suffix"] += 1
     files = list({os.path.realpath(file): file for file in files}.values())  # a document named twice is one
     left = +left
     if not files:
-        wanted = f"wanted {' '.join(text)} (also .gz) {' '.join(binary)}"
+        wanted = f"wanted {' '.join(text)} (also .gz .bz2 .xz) {' '.join(binary)}"
         raise UserError(f"no files in {', '.join(inputs)}: {wanted}, found {dict(left)}")
     return files, left
+
+
+def unpacked(path: str) -> str:
+    """In lower case, without the suffix of a compression."""
+    return re.sub(r"\.(gz|bz2|xz)$", "", path.lower())
+
+
+def holds_lines(path: str) -> bool:
+    """Whether a .json file begins with an object on a line of its own; dataset_info.json and the like do not."""
+    with open(path, "rb") as file:
+        begin = file.readline(1 << 20).strip()
+    return not begin or (begin.startswith(b"{") and begin.endswith(b"}"))
 
 
 def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
@@ -224,13 +260,14 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
     begun = said = time.monotonic()
     for path in files:
         name, last = path.lower(), True
+        kind = sniff(path, *(PACKED if unpacked(name) != name else ()), ".npy" if name.endswith(".npy") else "parquet")
         with open(path, "rb") as raw:
-            file = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
+            file = PACKED[kind](raw) if kind in PACKED else raw
             if name.endswith(IDS):
                 pieces = read_ids(path, raw, vocab_size)
             elif name.endswith(".parquet"):
                 pieces = read_rows(path, parquet_column(path, raw, field), field, vocab_size, bad)
-            elif name.removesuffix(".gz").endswith(LINES):
+            elif unpacked(name).endswith(LINES):
                 pieces = read_rows(path, file, field, vocab_size, bad)
             else:
                 pieces = cut(decode(path, file, bad), path)
@@ -243,7 +280,14 @@ def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -
                         rate = max(1, done / (now - begun))
                         left = f"{rate / 1e6:.1f} MB/s, {(total - done) / rate:.0f} s left"
                         print(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {left}", file=sys.stderr, flush=True)
-            except (EOFError, zlib.error, OSError, ValueError, NotImplementedError) as error:  # gzip's, pyarrow's
+            except (
+                EOFError,
+                zlib.error,
+                lzma.LZMAError,
+                OSError,
+                ValueError,
+                NotImplementedError,
+            ) as error:  # gzip's, pyarrow's
                 if isinstance(error, OSError) and error.errno:  # the disk's
                     raise UserError(f"{path}: {error.strerror}") from None
                 bad(f"{path}: damaged file: {' '.join(str(error).split())}")
@@ -264,6 +308,8 @@ def batches(pieces: Iterator[Piece], val: float, seen: Counter) -> Iterator[tupl
             n = seen["text"] + seen["ids"]
             # the floor steps up at the second document first: a small corpus, too, has something to validate on
             split = "val" if (n - 1) * val // 1 > (n - 2) * val // 1 else "train"
+            if piece.where.endswith(IDS) and in_split("val", piece.where):
+                split = "val"
             seen[kind] += 1
         first = piece.last
         waiting[split].append(piece)
@@ -346,16 +392,21 @@ def up_to_date(folder: Path, key: dict) -> bool:
     return True
 
 
-def temporary_for(folder: Path) -> Path:
-    """A new folder beside `folder`. Those of preparations that were killed are removed."""
-    begun = f"{folder.name}.tmp-{socket.gethostname()}-"
-    for old in folder.parent.glob(f"{begun}*"):
-        if not os.path.exists(f"/proc/{old.name.removeprefix(begun)}"):
-            shutil.rmtree(old, ignore_errors=True)
-    temporary = folder.with_name(f"{begun}{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
+def temporary_for(folder: Path) -> tuple[Path, IO]:
+    """A new folder beside `folder`, locked as long as this process lives. Those that nobody holds any more go.
+
+    By locks, not by process ids: two containers have the same ones.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(f"{folder.name}.tmp-*/lock"):
+        with open(old, "a") as lock, suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    temporary.chmod(0o777 & ~UMASK)
+    lock = open(temporary / "lock", "a")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return temporary, lock
 
 
 def prepare(
@@ -368,7 +419,7 @@ def prepare(
     on_error "skip": bad lines and documents are counted and listed in meta.json, bad bytes of a text become U+FFFD.
     A folder made from the same inputs with the same options is left alone, one made otherwise is refused.
     """
-    folder, temporary = Path(out).absolute(), None
+    folder, temporary, lock = Path(out).absolute(), None, None
     files, left = find_files(inputs, vocab_size is not None)
     files = [f for f in files if folder not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
@@ -397,7 +448,7 @@ def prepare(
     workers = workers or os.cpu_count()
     pool = ThreadPoolExecutor(workers)
     try:
-        temporary = temporary_for(folder)
+        temporary, lock = temporary_for(folder)
         pieces = read_files(files, text_field, vocab_size, bad)
         work = functools.partial(encode, encoding=encoding, vocab_size=vocab, dtype=dtype, bad=bad)
         for split, ids, mask, documents in in_order(pool, work, batches(pieces, val, seen), 2 * workers):
@@ -414,6 +465,7 @@ def prepare(
         meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
         meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped}
         (temporary / "meta.json").write_text(json.dumps(meta | {"key": key}, indent=1))
+        (temporary / "lock").unlink()
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         try:
@@ -428,6 +480,7 @@ def prepare(
         pool.shutdown(cancel_futures=True)
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+            lock.close()
     counts = [f"{name} {s['tokens']:,} tokens in {s['documents']:,} documents" for name, s in splits.items()]
     print(f"{out}: {', '.join(counts)}; {vocab} ids, {dtype}", file=sys.stderr)
     if seen["empty"] or skipped or left:

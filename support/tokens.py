@@ -15,7 +15,34 @@ import torch
 from support.flags import UserError
 
 FORMAT = 1  # of a prepared folder
+PRINTABLE = [9, 10, 13, *range(32, 127)]  # ASCII
 LLMC = {20240520: (1, "uint16", "gpt2", 50257), 20240801: (7, "uint32", "llama-3", 128256)}  # magic -> version, kind
+
+
+MAGIC = {  # how a file begins: what it is, and what to do with it
+    b"\x1f\x8b\x08": ("gzip", "gunzip it"),
+    b"BZh": ("bzip2", "bunzip2 it"),
+    b"\xfd7zXZ\0": ("xz", "unxz it"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+    b"PK\x03\x04": ("zip", "unzip it"),
+    b"\x93NUMPY": (".npy", "prepare it with --vocab-size, under a name that ends in .npy"),
+    b"PAR1": ("parquet", "prepare it, under a name that ends in .parquet"),
+    b"ARROW1": ("Arrow", "save it as parquet: Dataset.to_parquet of Hugging Face's datasets"),
+    b"version https://git-lfs": ("a Git LFS pointer", "fetch the file itself: git lfs pull"),
+    b"\xff\xfe": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+    b"\0\5\x16\7": ("macOS's notes on a file", "leave it out"),
+}
+
+
+def sniff(path: str | Path, *expected: str) -> str:
+    """What a file is by its first bytes, "" if that is not known; UserError if it is known and not as `expected`."""
+    with open(path, "rb") as file:
+        begin = file.read(32)
+    kind, advice = next((known for magic, known in MAGIC.items() if begin.startswith(magic)), ("", ""))
+    if kind and kind not in expected:
+        raise UserError(f"{path} is {kind}: {advice}")
+    return kind
 
 
 class Shard(NamedTuple):
@@ -82,7 +109,10 @@ class Tokens:
         if vocab_size is not None and ids.max() >= vocab_size:
             i = int(np.argmax(ids >= vocab_size))
             shard, position = self.locate(w * T + i)
-            raise UserError(f"{shard.path}: token {position} is id {ids[i]}, the model's vocabulary is {vocab_size}")
+            found = f"{shard.path}: token {position} is id {ids[i]}, the model's vocabulary is {vocab_size}"
+            raise UserError(
+                f"{found}; --vocab-size {ids[i] + 1} or more, or prepare the data with the model's tokenizer"
+            )
         return ids[:-1], np.where(mask[1:], ids[1:], -1)
 
     def batch(self, windows: np.ndarray, T: int, vocab_size: int | None) -> list[torch.Tensor]:
@@ -91,8 +121,12 @@ class Tokens:
         return [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
 
 
-def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str, int]]:
-    """An llm.c file by its header, or a headerless one of `dtype`: the shard and its (dtype, tokenizer, vocab_size)."""
+def raw_shard(path: Path, dtype: str = "") -> tuple[Shard, tuple[str, str, int]]:
+    """An llm.c file by its header, or a headerless one: the shard and its (dtype, tokenizer, vocab_size).
+
+    dtype: of a headerless one; "": uint16, and UserError if it looks like uint32.
+    """
+    sniff(path)
     size, header = path.stat().st_size, np.fromfile(path, "<i4", 256)
     if len(header) and header[0] in LLMC:
         version, *kind = LLMC[header[0]]
@@ -103,15 +137,23 @@ def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str,
         if held != header[2]:
             raise UserError(f"{path}: header says {header[2]} tokens, file holds {held:g} ({size} bytes, {kind[0]})")
         return Shard(str(path), 1024, int(held), None), tuple(kind)
+    if (begin := np.fromfile(path, "u1", 4096)).size >= 64 and np.isin(begin, PRINTABLE).all():
+        raise UserError(f"{path} is text, no token file: `python data.py prepare --out DIR` makes one of it")
+    guess, dtype = not dtype, dtype or "uint16"
     n, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise UserError(f"{path}: {size} bytes is not a whole number of {dtype} tokens: cut short, or no token file")
     # a uint32 file read as uint16 has the high halves, all tiny, at every second place; 4096 tokens show it
     low, high = np.fromfile(path, dtype, 4096)[: n // 2 * 2].reshape(-1, 2).T
-    if dtype == "uint16" and len(high) >= 8 and high.max() < 16 <= low.max():
-        found = "read as uint16 every second token is under 16"
-        raise UserError(f"{path}: {found}: this looks like uint32, which needs meta.json")
+    if guess and len(high) >= 8 and high.max() < 16 <= low.max():
+        found = "read as uint16 every second token is under 16: this looks like uint32"
+        raise UserError(f"{path}: {found}; `python data.py prepare --out DIR --vocab-size N {path}` reads it")
     return Shard(str(path), 0, n, None), (dtype, "gpt2", 50257)
+
+
+def in_split(split: str, name: str) -> bool:
+    """Whether a file is of this split by its name; not the val of retrieval.bin."""
+    return re.search(rf"(?<![a-z]){split}(?![a-z])", os.path.basename(name)) is not None
 
 
 def split_files(path: Path, split: str) -> list[Path]:
@@ -119,8 +161,7 @@ def split_files(path: Path, split: str) -> list[Path]:
     if path.is_file() and path.suffix != ".bin":
         raise UserError(f"{path} is no token file (.bin): `python data.py prepare --out DIR {path}` makes one of it")
     if path.is_dir():
-        word = re.compile(rf"(?<![a-z]){split}(?![a-z])")  # not the val of retrieval.bin
-        return sorted(p for p in path.glob("*.bin") if word.search(p.name))
+        return sorted(p for p in path.glob("*.bin") if in_split(split, p.name))
     other = path.with_name(path.name.replace("train", split))
     return [other] if other.exists() and (split == "train" or other != path) else []
 

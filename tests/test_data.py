@@ -1,13 +1,15 @@
 """data.py against hand counts, an independent reader, real files, real processes and real signals."""
 
+import bz2
+import fcntl
 import gzip
 import json
+import lzma
 import os
 import pickle
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from harness import ROOT, run_ranks
 
 import data
+from model import load_config
 from support import prepare
 from support.flags import Config, UserError
 from support.run import Run
@@ -291,11 +294,13 @@ def test_nothing_is_read_twice_or_left_out_in_silence(tmp_path):
     source = write(tmp_path / "in", a__txt="a")
     write(tmp_path / "in" / "sub", b__txt="b")
     (source / "round").symlink_to(source)
-    killed = write(
-        tmp_path / f"out.tmp-{socket.gethostname()}-999999999", train__bin="of a preparation that was killed"
-    )
+    killed = write(tmp_path / "out.tmp-abc", lock="", train__bin="of a preparation that was killed")
+    alive = write(tmp_path / "out.tmp-def", lock="", train__bin="of another container, whose process ids are ours")
+    held = open(alive / "lock")
+    fcntl.flock(held, fcntl.LOCK_EX)
     ids, meta = made(tmp_path, [source, source / "a.txt"])
     assert ids == [ord("a"), EOT, ord("b"), EOT] and meta["left_out"] == {"link to a folder": 1} and not killed.exists()
+    assert (alive / "train.bin").exists()
     for _ in range(2):  # the second finds it up to date: what was made is not read
         made(tmp_path, source, "in/made")
 
@@ -927,3 +932,124 @@ def test_progress_is_at_most_one_line_a_second(tmp_path, capsys):
     assert 1 <= len(printed) <= time.monotonic() - start and all(
         "MB/s" in line and "s left" in line for line in printed
     )
+
+
+# --- what people really have ------------------------------------------------------------------------------------------
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+ZSTD = bytes.fromhex("28b52ffd") + b"....."
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("d.jsonl.zst", ZSTD, "is zstd: unzstd it"),
+        ("d.jsonl", ZSTD, "is zstd: unzstd it"),
+        ("d.zip", b"PK\3\4....", "is zip: unzip it"),
+        ("d.txt", gzip.compress(b"a"), "is gzip: gunzip it"),
+        ("d.txt", "a text".encode("utf-16"), "is UTF-16: convert it: iconv"),
+        ("d.txt", LFS, "is a Git LFS pointer: fetch the file itself: git lfs pull"),
+        ("data.arrow", b"ARROW1....", "is Arrow: save it as parquet"),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_other_formats_are_named(name, content, said, on_error, tmp_path):
+    """Under --on-error skip too: a corpus of U+FFFD is no corpus."""
+    (tmp_path / name).write_bytes(content)
+    with refuses(said):
+        prepare.prepare(str(tmp_path / "out"), [str(tmp_path / name)], on_error=on_error)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out.tmp*"))
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (gzip.compress(bytes(99)), "is gzip"),
+        (b"PK\3\4....", "is zip"),
+        (b"\x93NUMPY..", "is .npy: prepare it with --vocab-size"),
+        (b"PAR1....", "is parquet"),
+        (LFS, "git lfs pull"),
+        (b"Once upon a time there was a file of text under a name it should not have.\n", "is text, no token file"),
+    ],
+)
+def test_another_file_called_train_bin(content, said, tmp_path):
+    (tmp_path / "train.bin").write_bytes(content)
+    with refuses(said):
+        open_tokens(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix, pack", [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_what_the_standard_library_unpacks_is_read(suffix, pack, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / f"a.jsonl{suffix}").write_bytes(pack(b'{"text": "a"}\n'))
+    (folder / f"b.txt{suffix}").write_bytes(pack(b"b"))
+    assert made(tmp_path, folder)[0] == [ord("a"), EOT, ord("b"), EOT]
+
+
+def test_what_lies_beside_the_data_is_left_out_and_counted(tmp_path):
+    """macOS's and Jupyter's copies, descriptions of a dataset and of a package."""
+    source = write(tmp_path / "in", a__jsonl='{"text": "a"}\n')
+    for name in ("__MACOSX", ".ipynb_checkpoints"):
+        write(source / name, a__jsonl='{"text": "twice"}\n')
+    (source / "._a.jsonl").write_bytes(b"\0\5\x16\7\xfe")
+    (source / "dataset_info.json").write_text('{\n  "features": {}\n}\n')
+    (source / "package.json").write_text('{\n  "name": "x"\n}\n')
+    (source / "data.arrow").write_bytes(b"ARROW1")
+    ids, meta = made(tmp_path, source)
+    assert ids == [ord("a"), EOT]
+    assert meta["left_out"] == {"hidden": 3, ".json that is no data": 2, ".arrow": 1}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ('[{"text": "a"}]\n', "one object per line is read: jq -c '.\\[\\]'"),
+        ('[\n  {"text": "a"}\n]\n', "a.json:1: .*one object per line is read: jq"),
+        ('{\n  "data": []\n}\n', "one object per line is read: jq .*jq -c '.data"),
+        ('{"content": "y"}\n', "wanted .*; --text-field content takes that"),
+    ],
+)
+def test_json_of_another_form_says_how_to_make_it_ours(text, said, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with refuses(said):
+        prepare.prepare(str(tmp_path / "out"), [str(tmp_path / "a.json")])
+
+
+def test_shards_are_split_by_name(tmp_path):
+    for name, values in (("x_train_1", [1, 2]), ("x_val_0", [3]), ("retrieval", [4])):
+        np.save(tmp_path / f"{name}.npy", np.array(values))
+    prepare.prepare(str(tmp_path / "out"), [str(tmp_path)], vocab_size=9)
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert {split: meta["splits"][split]["tokens"] for split in ("train", "val")} == {"train": 3, "val": 1}
+
+
+def test_a_bin_of_int32_has_a_way_in(tmp_path):
+    """The refusal names a command, and the command works."""
+    np.arange(100, dtype="<i4").tofile(tmp_path / "train.bin")
+    with refuses("looks like uint32; `python data.py prepare --out DIR --vocab-size N .*train.bin` reads it"):
+        open_tokens(str(tmp_path))
+    prepare.prepare(str(tmp_path / "out"), [str(tmp_path / "train.bin")], vocab_size=100)
+    assert open_tokens(str(tmp_path / "out")).window(0, 99)[1].tolist() == list(range(1, 100))
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ({"rope_theta": "auto"}, "rope_theta is 'auto', expected float"),
+        ({"max_position_embeddings": 64.0}, "max_position_embeddings is 64.0, expected int"),
+        ({"model_type": "mllama"}, "model_type is 'mllama'; only Hugging Face's config.json of a Llama is read"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; only"),
+        ({"dim": 64, "n_layers": 2}, "Meta's own params.json; only"),
+        ({"max_position_embeddings": None}, ""),
+    ],
+)
+def test_config_values_of_another_kind(spec, said, tmp_path):
+    llama = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=96, vocab_size=61)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama | spec), encoding="utf-8-sig")  # with a BOM
+    if said:
+        with refuses(said):
+            load_config(str(path))
+    else:
+        assert load_config(str(path)).seq_len == 2048

@@ -417,3 +417,9 @@ def test_auto_for_a_key_that_is_not_used(read):
 def test_module_docstring_names_a_file_that_exists():
     for path in re.findall(r"examples/\S+\.json", deepspeed_json.__doc__):
         assert Path(ROOT, path).exists()
+
+
+def test_a_key_that_is_a_comment(read):
+    _, notes = read({"_read_the_docs": "https://...", "zero_optimization": {"stage": 2, "_why": "it fits"}})
+    comments = {note for note in notes if "comment" in note}
+    assert comments == {"_read_the_docs is a comment: ignored", "zero_optimization._why is a comment: ignored"}
