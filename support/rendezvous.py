@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import shlex
 import socket
 import sys
@@ -82,6 +83,10 @@ def open_group(device: torch.device, timeout_s: int) -> None:
         raise UserError(f"MASTER_PORT={port}: allowed is 1 to 65535")
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}")
+    launcher = Path(f"/proc/{os.getppid()}/cmdline")
+    words = launcher.read_bytes().replace(b"\0", b" ").decode(errors="replace") if launcher.exists() else ""
+    if (hosts := re.search(r"--nnodes[ =](\d+):(\d+)", words)) and hosts[1] != hosts[2]:
+        raise UserError(f"--nnodes={hosts[1]}:{hosts[2]}: a fixed number of hosts is wanted, as in --nnodes={hosts[2]}")
     global _job
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     tcp = _connect(host, port, size, rank == 0 and not agent, timeout_s)

@@ -135,6 +135,14 @@ def test_a_wrong_interface_is_named(monkeypatch):
         rendezvous.open_group(torch.device("cpu"), 5)
 
 
+def test_a_number_of_hosts_that_may_change_is_refused(toy, tmp_path):
+    call = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--rdzv_backend=c10d", "--nproc_per_node=1"]
+    call += ["--rdzv_endpoint=localhost:0", "--rdzv_conf=last_call_timeout=1", str(ROOT / "train_ddp.py")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*call, *words(toy, tmp_path / "run")], capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode != 0 and "error: --nnodes=1:2: a fixed number of hosts is wanted" in done.stderr, done.stderr
+
+
 def test_an_error_with_a_file_name_is_one_line(tmp_path):
     (tmp_path / "runs").symlink_to("/none/here")
     for path, said in (
