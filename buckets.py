@@ -141,6 +141,7 @@ class Bucket:
 
     def __init__(self, number: int, name: str, what: Held, run: Run, group: dist.ProcessGroup, shared: bool):
         self.number, self.name, self.group, self.owner, self.twin = number, name, group, what.owner, what.twin
+        self.holders = what.holders
         # stable: matrices first, else as given
         self.slices = dict(sorted(what.slices.items(), key=lambda item: len(item[1].whole) < 2))
         self.start: dict[str, int] = {}

@@ -6,11 +6,11 @@
 It runs nothing again: everything is in the runs' log.jsonl and config.json. A step's facts depend on each other in one
 order, so the first that differs tells where to look:
 
-    samples     other windows were read                             data: corpus, seed, batch or position
-    lr          the same data, another schedule                     flags
-    loss        the same data and weights, another forward pass     in the first step: initial weights, dropout,
-    arithmetic grad_norm   the same loss, another gradient                     backward pass, or a sum over ranks loss
-    later  loss and norm were equal in the step before         the update: optimizer, clipping, replicas that drift
+    samples      other windows were read: data (corpus, seed, batch or position)
+    lr           the same data, another schedule: flags
+    loss         the same data, another forward pass: in the first step initial weights, dropout or arithmetic; later,
+                 if loss and norm were equal in the step before, the update: optimizer, clipping, replicas that drift
+    grad_norm    the same loss, another gradient: the backward pass, or a sum over ranks
 
 Losses of two layouts are never equal in every bit. Within --tolerance they count as equal: by default 1e-9 of their
 size in float64, 1e-5 in float32 (over the first ten steps; later it is chaos), 2e-2 in bf16 and fp16.
@@ -81,7 +81,7 @@ def first_difference(a: dict[int, dict], b: dict[int, dict], tolerance: float) -
 def compare(names: list[str], runs: list[tuple[dict, dict[int, dict]]], tolerance: float) -> bool:
     """Print what differs between two runs; whether their steps do."""
     (facts_a, a), (facts_b, b) = runs
-    for key in ("commit", "torch", "hardware", "world_size", "command"):
+    for key in ("commit", "code", "torch", "hardware", "world_size", "command"):
         if facts_a.get(key) != facts_b.get(key):
             print(f"{key}: {facts_a.get(key)} | {facts_b.get(key)}")
     flags_a, flags_b = facts_a["config"], facts_b["config"]

@@ -41,7 +41,7 @@ from model import GPT, activation_bytes, dropout_keys, flops_per_token
 from optim import LossScaler, gradient_factor, lr_at
 from ring_allreduce import central_all_reduce, extra_bytes, ring_all_reduce
 from support.meter import Meter, at, say
-from support.resume import progress, resume, rng_state
+from support.resume import check_replicas, progress, resume, rng_state
 from support.run import Run
 from support.start import end, explain, run_script, start, stop_asked
 from transport import all_reduce
@@ -249,6 +249,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+                check_replicas(run, strategy)
                 saver.save(done, strategy.pieces(), progress(run, updates, scaler), rng=rng_state(run), rotate=finite)
             if stop:
                 break

@@ -73,7 +73,7 @@ from model import GPT, ModelConfig, activation_parts, dropout_keys, flops_per_to
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
 from support.meter import Meter, at, say
-from support.resume import progress, resume, rng_state
+from support.resume import check_replicas, progress, resume, rng_state
 from support.run import Place, Run
 from support.start import end, explain, run_script, start, stop_asked
 from support.timeline import draw_all, most_in_flight
@@ -336,10 +336,6 @@ def stage_clock(run: Run, meter: Meter) -> Iterator[None]:
 def check(run: Run) -> None:
     """Raises UserError, before anything is built, for a cut or a link that cannot be had."""
     layout(run)
-    if run.cfg.check_collectives and run.pp > 1:
-        raise UserError(
-            "--check-collectives compares what all ranks call, stages call different things; allowed with --pp 1"
-        )
     choose_copy_engine(run, run.pp > 1)
 
 
@@ -430,6 +426,7 @@ def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:
                 step, loss_sum / max(n_valid, 1), norm if finite else None, lr, nominal, scale, not finite, **more
             )
             if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps or stop):
+                check_replicas(run, strategy)
                 saver.save(done, strategy.pieces(), progress(run, updates, scaler), rng=rng_state(run), rotate=finite)
             if stop:
                 break

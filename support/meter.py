@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from support.flags import UserError
-from support.run import Run
+from support.run import GRACE, Run, make_group
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange", "send", "recv")
 PARTS = {  # operation -> part of the step's time
@@ -112,6 +112,10 @@ class Meter:
         self.sequence = 0  # collectives so far
         self.marked, self.doing = 0, ("other", "")
         self.file = self.profiler = None
+        if run.cfg.check_collectives:
+            ranks = dist.get_process_group_ranks(run.world or dist.group.WORLD)
+            stages = [run.place(rank).stage for rank in range(run.world_size)]
+            self.checks = make_group(ranks, stages, "check", run.cfg.hang_timeout + GRACE, "gloo", run.control)
         self.lost_log = False  # it could not be written
 
     def __enter__(self) -> "Meter":
@@ -169,10 +173,14 @@ class Meter:
         self._mark(PARTS[self.stack[-1]])
 
     def _agree(self, op: str, what: str, nbytes: int) -> None:
-        """All ranks tell what they are about to call; the first that differs is the bug, before it sums garbage."""
-        all_of_them = self.run.everyone((self.sequence, op, what, nbytes))
-        if len(set(all_of_them)) > 1:
-            calls = "; ".join(f"rank {r}: #{c[0]} {c[1]} {c[2]} {c[3]} bytes" for r, c in enumerate(all_of_them))
+        """Ranks tell what they are about to call; the first that differs is the bug, before it sums garbage.
+
+        All ranks that should call the same: those of a pipeline stage.
+        """
+        run, all_of_them = self.run, [None] * dist.get_world_size(self.checks)
+        dist.all_gather_object(all_of_them, (run.rank, self.sequence, op, what, nbytes), group=self.checks)
+        if len({call[1:] for call in all_of_them}) > 1:
+            calls = "; ".join(f"rank {r}: #{n} {op} {what} {size} bytes" for r, n, op, what, size in all_of_them)
             raise UserError(f"the ranks call different collectives: {calls}")
 
     def _parts(self) -> dict[str, float]:
@@ -280,13 +288,16 @@ class Meter:
         memory: predicted bytes by term; traffic: as compare() takes it.
         """
         differs = any(expected != counted for expected, counted in self.compare(traffic).values())
-        ranks = self.run.everyone((differs, self.peak_bytes()))
         rows = self.rows[min(2, len(self.rows) - 1) :]  # the first steps compile and warm up
+        split = {part: sum(r[f"{part}_ms"] for r in rows) for part in dict.fromkeys(PARTS.values())}
+        everyones = self.run.everyone((differs, self.peak_bytes(), split))
+        ranks, splits = [(differs, peak) for differs, peak, _ in everyones], [split for *_, split in everyones]
         if not rows or self.run.rank:
             return
-        split = {part: sum(r[f"{part}_ms"] for r in rows) for part in dict.fromkeys(PARTS.values())}
         shares = {part: ms / sum(split.values()) for part, ms in split.items()}
         say("time: " + ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share >= 0.0005))
+        for line in advice(splits, self.run) if len(rows) > 2 else []:
+            say(f"warning: {line}")
         rates = sorted(r["tok_s_gpu"] for r in rows)
         say(f"rate: median {rates[len(rates) // 2]:,.0f} tok/s per process, {rates[0]:,.0f} to {rates[-1]:,.0f}")
         n = self.updates
@@ -304,6 +315,41 @@ class Meter:
         if largest:
             kind += f"; largest: {ranks[largest][1] / 1e9:.3f} GB on rank {largest}"
         say(f"memory: {self.peak_bytes() / 1e9:.3f} GB measured ({kind})")
+
+
+def advice(splits: list[dict[str, float]], run: Run) -> list[str]:
+    """What makes a step slow and what to change, in the order in which to look at it.
+
+    splits: time by part of every rank, in any unit. A rank that others wait for is seen by its own work: the waiting is
+    theirs, and stands in their communication.
+    """
+    found, cfg = [], run.cfg
+
+    def worst(part: str) -> tuple[float, int]:
+        return max((split[part] / max(sum(split.values()), 1e-9), rank) for rank, split in enumerate(splits))
+
+    share, rank = worst("data")
+    if share > 0.05:
+        found.append(f"rank {rank} waits for data {share:.0%} of the time: more --workers, or a faster disk")
+    own = [sum(split[part] for part in ("compute", "data", "optimizer", "other")) for split in splits]
+    slowest, median = max(range(len(own)), key=lambda r: own[r]), sorted(own)[len(own) // 2 - (len(own) % 2 == 0)]
+    uneven = len(own) > 1 and own[slowest] > 1.15 * median
+    share, rank = worst("communication")
+    if share > 0.3 and not uneven:
+        change = (
+            "a larger --micro-batch or --global-batch, --wire bf16, a lower --stage; ring_allreduce.py measures links"
+        )
+        found.append(f"rank {rank} waits for communication {share:.0%} of the time: {change}")
+    if uneven:
+        change = "--stages moves blocks" if run.pp > 1 else "a throttled or shared card, or a slow disk there?"
+        found.append(f"rank {slowest} works {own[slowest] / median - 1:.0%} longer than the others wait: {change}")
+    share, rank = worst("bubble")
+    if share > 0.2:
+        found.append(f"rank {rank} is idle {share:.0%} of the time: more micro-batches a step, at least 4 per stage")
+    tokens = cfg.micro_batch * cfg.seq_len // (run.tp * run.cp)
+    if run.device.type == "cuda" and tokens < 2048:
+        found.append(f"a pass has {tokens} tokens of a rank, and a GPU wants some thousands: a larger --micro-batch")
+    return found
 
 
 def drop_rows(path: Path, step: int) -> None:

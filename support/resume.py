@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from buckets import colours
 from checkpoint import Checkpointer, describe, find_checkpoint, read_meta, steps
 from model import n_params
 from support.flags import UserError, flag_name
@@ -28,6 +29,26 @@ def progress(run: Run, updates: int, scaler) -> dict:
         "script": run.script,
         "torch": torch.__version__,
     }
+
+
+def check_replicas(run: Run, strategy) -> None:
+    """Collective: what several ranks hold must have the same bits, or no checkpoint is written of it.
+
+    strategy: has buckets. Raises UserError naming bucket and ranks: a card or its memory is damaged, or a change of the
+    code updates replicas unlike. Sums the bits of whole masters, or of whole compute weights where masters are shared.
+    """
+    strategy.catch_up()
+    sums, held, place = {}, colours(run), run.place()
+    for unit, bucket in strategy.buckets.items():
+        whole = bucket.weights if strategy.shared else bucket.master
+        if whole.numel() == bucket.padded and getattr(run.cfg, "stage", 0) < 3:  # else they are there for a while only
+            bits = whole.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.itemsize])
+            sums[unit] = bits.sum(dtype=torch.int64), held[bucket.holders](place)
+    found = run.everyone({unit: (int(total), colour) for unit, (total, colour) in sums.items()})
+    for unit, mine in found[run.rank].items():
+        others = [r for r, theirs in enumerate(found) if unit in theirs and theirs[unit][1] == mine[1]]
+        if other := [r for r in others if found[r][unit] != mine]:
+            raise UserError(f"{unit}: ranks {other} do not hold the same weights as rank {run.rank}; nothing is saved")
 
 
 def rng_state(run: Run) -> torch.Tensor:

@@ -11,6 +11,7 @@ import datetime
 import errno
 import faulthandler
 import fcntl
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -88,10 +89,13 @@ def start(
         )
     set_up_torch(cfg, device)
     open_corpus(run)
-    validation = run.val_tokens and run.val_tokens.fingerprint
-    found = run.everyone((cfg.dtype, run.model_cfg, run.tokens.fingerprint, validation))
-    if any(theirs != found[0] for theirs in found):  # hosts with other files or other cards
-        raise UserError(f"the ranks differ in dtype, model or corpus: {dict(enumerate(found))}")
+    nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
+    mine = {"dtype": cfg.dtype, "model": run.model_cfg, "corpus": run.tokens.fingerprint, "torch": torch.__version__}
+    mine |= {"val corpus": run.val_tokens and run.val_tokens.fingerprint, "NCCL": nccl, "code": code_hash()}
+    found = run.everyone(mine)
+    for key in mine:  # hosts with other files, other cards, another environment
+        if len({str(theirs[key]) for theirs in found}) > 1:
+            raise UserError(f"the ranks differ in {key}: {dict(enumerate(theirs[key] for theirs in found))}")
     if check:
         check(run)
     if not cfg.explain:
@@ -194,6 +198,9 @@ def open_run_folder(run: Run) -> None:
             refuse_foreign(out)
             own(run, out)
             (out / ".config.json").write_text(json.dumps(facts(run), indent=1))  # see own_folder()
+            (out / "code.diff").unlink(missing_ok=True)
+            if changes := code_diff():
+                (out / "code.diff").write_text(changes)
         except OSError as problem:
             raise UserError(f"--out {run.cfg.out or 'runs/'}: cannot write there: {users_error(problem)}") from None
         remember(run, "folder", str(out))
@@ -257,6 +264,7 @@ def facts(run: Run) -> dict:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "commit": git_commit(),
+        "code": code_hash(),
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "data": {"path": run.cfg.data, "fingerprint": run.tokens.fingerprint, "tokenizer": run.tokens.tokenizer},
     }
@@ -274,6 +282,32 @@ def git_commit() -> str | None:
         return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def code_hash() -> str:
+    """12 hex digits of this checkout's sources and of the script that was called."""
+    root, script, digest = Path(__file__).parent.parent, Path(sys.argv[0]), hashlib.sha256()
+    called = [script] if script.suffix == ".py" and script.is_file() else []
+    for path in [*sorted(root.glob("*.py")), *sorted(root.glob("support/*.py")), *called]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def code_diff() -> str:
+    """What this checkout has that its commit has not: the diff and untracked .py files, 1 MB at most; "" if nothing."""
+    root = Path(__file__).parent.parent
+
+    def git(*words: str) -> str:
+        call = ["git", "-C", str(root), *words]
+        return subprocess.run(call, capture_output=True, text=True, timeout=10, errors="replace").stdout
+
+    try:
+        text = git("diff", "HEAD", "--", "*.py", "*.sh")
+        for name in git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines():
+            text += f"\n--- untracked: {name}\n{(root / name).read_text(errors='replace')}"
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return text[:1_000_000]
 
 
 def new_folder(script: str) -> Path:

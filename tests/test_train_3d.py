@@ -228,7 +228,6 @@ def test_refused_before_there_is_a_run_folder(tmp_path):
         "n_kv_head=2 is not divisible by tp=4, valid for this model: --tp 1, 2": {"tp": 4, "pp": 1},
         "--stages 1.5,2: expected 2 numbers of blocks, whole or with .5, with the sum 2": {"stages": "1.5,2"},
         "--schedule interleaved with --chunks 2 and 1 micro-batches": {"schedule": "interleaved", "micro_batch": 12},
-        "--check-collectives compares what all ranks call": {"check_collectives": True},
     }
     results = run_ranks(4, refusals, str(tmp_path), {f"run {i}": more for i, more in enumerate(cases.values())})
     for i, text in enumerate(cases):
