@@ -383,7 +383,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             temporary.rename(folder)
             fsync(folder.parent)
         except OSError as error:
-            raise UserError(f"cannot make {folder}: {error}") from None
+            raise UserError(f"cannot write {folder}: {error}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
