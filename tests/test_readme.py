@@ -96,3 +96,17 @@ def test_the_timeline_is_what_draw_prints():
     lines = draw(schedule, "1f1b", 4, 8).splitlines()[1:]
     for line in lines:
         assert line.split("  holds")[0].strip() in README
+
+
+def test_every_scenario_has_its_test():
+    """docs/scenarios.md: each name behind a file's is a test of that file."""
+    rows = re.findall(r"^\| ([A-I]\d+) \| .* \| (.*) \|$", (ROOT / "docs/scenarios.md").read_text(), re.M)
+    assert len(rows) > 95
+    for scenario, tests in rows:
+        if tests.startswith("there are no"):
+            continue
+        for part in re.sub(r"\([^)]*\)", "", tests).split(";"):
+            file, names = part.split(":")
+            text = (ROOT / f"tests/test_{file.strip()}.py").read_text()
+            for name in names.split(","):
+                assert f"def test_{name.strip()}(" in text, (scenario, name)
