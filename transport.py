@@ -10,6 +10,7 @@ Everything here counts the bytes it is handed (support/meter.py). The strategies
 
     Collectives | CopyEngines   all_gather, exchange    what ZeRO needs
     Link | PeerLink (links.py)  isend, recv             what a pipeline needs, one direction between two stages
+    Swaps                       swap                    what a ring needs, with each of its ranks in turn
 
 An exchange is an all_to_all: rank r gets everyone's piece r and adds the pieces itself, in fp32 and in the order of the
 ranks, which makes a reduce_scatter of bf16 gradients that loses nothing, and gives the same bits every time.
@@ -18,6 +19,7 @@ Copy engines are built on torch's symmetric memory: https://docs.pytorch.org/doc
 """
 
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -106,6 +108,32 @@ class CopyEngines(Collectives):
     def settle(self) -> None:
         """A barrier on the current stream."""
         next(iter(self.memories.values())).barrier()
+
+
+class Swaps:
+    """Between ranks that sit in a ring; each calls alike, with a tensor of the same shape."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.n, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def __call__(self, mine: Tensor, there: int, what: str) -> Callable[[], Tensor]:
+        """Start sending `mine` to the rank `there` places on -> a function: waits for what comes from as far before.
+
+        Until then `mine` is kept as it is.
+        """
+        received = torch.empty_like(mine)
+        with at("send", what, mine.nbytes):  # both at once: neither waits for the other to receive first
+            ends = (dist.isend, mine, self.rank + there), (dist.irecv, received, self.rank - there)
+            ops = [dist.P2POp(op, t, group=self.group, group_peer=peer % self.n) for op, t, peer in ends]
+            works = dist.batch_isend_irecv(ops)
+
+        def arrived() -> Tensor:
+            with at("wait", what):
+                for work in works:
+                    work.wait()
+            return received
+
+        return arrived
 
 
 def open_transport(run: Run) -> Collectives | CopyEngines:
