@@ -124,7 +124,7 @@ def test_checkpoints_there_and_back(tmp_path):
 
 
 def rings_alone(rank):
-    """By cp, the largest difference of the ring's output and gradients from whole attention's, on this rank's tokens."""
+    """For each cp this rank has part in: ring_alone()."""
     groups = {cp: dist.new_group([*range(cp)]) for cp in (1, 2, 3, 4)}
     return {cp: ring_alone(rank, cp, group) for cp, group in groups.items() if rank < cp}
 
