@@ -155,7 +155,7 @@ def step_seconds(run: Run, traffic: list, box: Machine) -> tuple[dict[str, float
     wait += lost(took["weights"], compute if stage == 3 else update, engine)
     wait += max(0.0, took["recv"] - compute)
     if run.cp > 1:  # keys go behind attention
-        wait += lost(took["send"], compute, False)
+        wait += lost(took["send"], compute, engine)
     if run.pp > 1:
         wait += took["messages"] * box.handover if run.copy_engine else box.posted * compute
     return {"compute": compute, "bubble": bubble, "communication": wait, "update": update}, sent

@@ -36,7 +36,8 @@ One step:
 
 Bytes per block, micro-batch and rank: 3 (N-1) S, S being keys and values of the own tokens: B T/N x 2 KV heads x head
 size x 2 in bf16, 4,096 per token for 6b; attention hides them from about 1,500 tokens per rank on (estimate). Full
-recomputation sends keys once more. Direct sends, not a relay: the same bytes, and gradients come home in one hop.
+recomputation sends keys once more. Direct sends, not a relay: the same bytes, and gradients come home in one hop. GPUs
+of one host move them by their copy engines (transport.py).
 
 Papers: Liu et al., Ring Attention (arXiv 2310.01889); Dao, FlashAttention-2 (2307.08691); zigzag: Zhu, 2024.
 """
@@ -63,7 +64,7 @@ from support.resume import progress, resume, rng_state
 from support.run import Run
 from support.start import end, explain, run_script, start, stop_asked
 from train_zero import Zero1, Zero2, Zero3
-from transport import Swaps, all_reduce
+from transport import PeerSwaps, Swaps, all_reduce
 
 
 @dataclass
@@ -112,7 +113,9 @@ class Ring:
 
     def __init__(self, run: Run):
         self.group = run.group("ring", lambda place: place[:2])
-        self.n, self.rank, self.swap = dist.get_world_size(self.group), dist.get_rank(self.group), Swaps(self.group)
+        self.n, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        engine = run.copy_engine and self.n > 1
+        self.swap = PeerSwaps(self.group, run, n_keys_and_values(run), run.dtype) if engine else Swaps(self.group)
         fused = fused_parts(run.device, run.dtype, run.cfg.deterministic)
         self.forward_part, self.backward_part = fused or (plain, plain_backward)
 
@@ -239,15 +242,19 @@ class ContextParallelGPT(GPT):
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
+def n_keys_and_values(run: Run) -> int:
+    """Elements that a rank sends at once: keys and values of its tokens of a micro-batch, in one block."""
+    return 2 * run.cfg.micro_batch * run.cfg.seq_len // run.cp * run.model_cfg.n_kv_head * run.model_cfg.head_dim
+
+
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step as (operation, unit, payload bytes)."""
     m, cfg, own = run.model_cfg, run.cfg, run.model_cfg.seq_len // run.cp
     memory, traffic = train_zero.predict(dataclasses.replace(run, model_cfg=dataclasses.replace(m, seq_len=own)))
-    tokens = cfg.micro_batch * own
-    S = 2 * tokens * m.n_kv_head * m.head_dim * run.dtype.itemsize
-    wide = torch.promote_types(run.dtype, torch.float32).itemsize
-    memory["keys and values on their way"] = (2 * run.cp + 1) * S if run.cp > 1 else S  # backward's last turn
-    memory["attention's sums"] = 2 * tokens * m.n_embd * wide
+    S = n_keys_and_values(run) * run.dtype.itemsize
+    # in backward's last turn; by copy engines they lie in two places more
+    memory["keys and values on their way"] = (2 * run.cp + 1 + 2 * run.copy_engine) * S if run.cp > 1 else S
+    memory["attention's sums"] = 2 * cfg.micro_batch * own * m.n_embd * run.master_dtype.itemsize
     times = (run.cp - 1) * m.n_layer * run.accum
     keys = ("send", "keys and values", S)
     return memory, [keys] * times * (2 + (cfg.recompute == "full")) + [("send", "their gradients", S)] * times + traffic

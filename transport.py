@@ -10,7 +10,7 @@ Everything here counts the bytes it is handed (support/meter.py). The strategies
 
     Collectives | CopyEngines   all_gather, exchange    what ZeRO needs
     Link | PeerLink (links.py)  isend, recv             what a pipeline needs, one direction between two stages
-    Swaps                       swap                    what a ring needs, with each of its ranks in turn
+    Swaps | PeerSwaps           swap                    what a ring needs, with each of its ranks in turn
 
 An exchange is an all_to_all: rank r gets everyone's piece r and adds the pieces itself, in fp32 and in the order of the
 ranks, which makes a reduce_scatter of bf16 gradients that loses nothing, and gives the same bits every time.
@@ -136,6 +136,35 @@ class Swaps:
         return arrived
 
 
+class PeerSwaps(Swaps):
+    """The same by copy engines: the sender lays out what the receiver then fetches, in two places used in turn.
+
+    numel: of a tensor. All ranks of the run make this at once, and call alike in all its rings.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, run: Run, numel: int, dtype: torch.dtype):
+        super().__init__(group)
+        self.memory, self.fetched, self.place = PeerMemory(2 * numel, dtype, run), [None, None], 0
+        world = dist.get_process_group_ranks(run.world or dist.group.WORLD)
+        self.sources = [self.memory.of[world.index(rank)].split(numel) for rank in dist.get_process_group_ranks(group)]
+
+    def __call__(self, mine: Tensor, there: int, what: str) -> Callable[[], Tensor]:
+        received, self.place = torch.empty_like(mine), 1 - self.place
+        with at("send", what, mine.nbytes):
+            if before := self.fetched[self.place]:
+                before.wait()  # behind its barrier all have read what lies here
+            self.sources[self.rank][self.place].copy_(mine.view(-1))
+            source = self.sources[(self.rank - there) % self.n][self.place]
+            fetched = self.fetched[self.place] = self.memory.fetch([(received.view(-1), source)], settled=False)
+
+        def arrived() -> Tensor:
+            with at("wait", what):
+                fetched.wait()
+            return received
+
+        return arrived
+
+
 def open_transport(run: Run) -> Collectives | CopyEngines:
     """What run.copy_engine says."""
     return CopyEngines(run) if run.copy_engine else Collectives(run)
@@ -149,8 +178,8 @@ def choose_copy_engine(run: Run, possible: bool) -> None:
     run.copy_engine = possible and run.cfg.copy_engine is not False and reachable(run)
     if run.cfg.copy_engine and not run.copy_engine:
         raise UserError(
-            "--copy-engine is for ZeRO stages 2 and 3 and for pipelines, on two or more GPUs of one host that can read "
-            "each other's memory"
+            "--copy-engine is for ZeRO stages 2 and 3, pipelines and rings, on two or more GPUs of one host that can "
+            "read each other's memory"
         )
 
 
