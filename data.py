@@ -300,7 +300,6 @@ def main() -> None:
         "--on-error", choices=("stop", "skip"), default="stop", help="what to do with bad lines, bytes and documents"
     )
     p.add_argument("--vocab-size", type=int, help="number of ids; needed for ready-made ids")
-    p.add_argument("--workers", type=int, help="threads (default: one per core)")
     p.add_argument("--text-field", default="text", help="name of the text in JSON lines and parquet (default text)")
     p = commands.add_parser("show", help="print the samples of a step by rank")
     p.add_argument("path", metavar="DIR", help="a corpus, as for --data")

@@ -87,71 +87,57 @@ def load_config(name: str) -> ModelConfig:
     unknown = [key for key in spec if key not in fields]
     missing = [key for key, f in fields.items() if f.default is dataclasses.MISSING and key not in spec]
     if unknown or missing:
-        raise UserError(
-            f"--model {name}: unknown fields {unknown}, missing fields {missing}; the fields are {list(fields)}"
-        )
-    for key, value in spec.items():
-        expect(name, key, value, fields[key].type)
-    return ModelConfig(**spec)
+        found = f"unknown fields {unknown}, missing fields {missing}"
+        raise UserError(f"--model {name}: {found}; the fields are {list(fields)}; only our own and Llama's are read")
+    return ModelConfig(**{key: expect(name, key, value, fields[key].type) for key, value in spec.items()})
 
 
-def expect(name: str, key: str, value: object, kind: type) -> None:
-    """Raises UserError unless a field's value is of its kind; a whole number is a float too, a bool is neither."""
+def expect(name: str, key: str, value: object, kind: type) -> object:
+    """The value as its field's kind: a whole number is a float too, a bool is neither. UserError if it is another."""
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise UserError(f"--model {name}: {key} is {value!r}, expected {kind.__name__}")
+        found = "missing" if value is None else repr(value)
+        raise UserError(f"--model {name}: {key} is {found}, expected {kind.__name__}")
+    return kind(value)
+
+
+FROM_HF = {  # Hugging Face's name of a field, where it is another
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "n_ff": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie": "tie_word_embeddings",
+}
 
 
 def _from_hf(name: str, hf: dict) -> dict:
     """Fields of a Hugging Face Llama config; what it asks for beyond this model is refused by name."""
-    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-    for key in needed:
-        if not isinstance(hf.get(key), int) or hf[key] < 1:
-            raise UserError(
-                f"--model {name}: {key} is {hf.get(key, 'missing')}, "
-                f"a Llama config has {', '.join(needed)}, each 1 or more"
-            )
-    scaling, parameters = (
-        hf.get("rope_scaling") or {},
-        hf.get("rope_parameters") or {},
-    )  # transformers 5 keeps theta in the second
-    for key, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if not isinstance(value, dict):
-            raise UserError(f"--model {name}: {key} = {value!r} is no object")
+    hf = {key: value for key, value in hf.items() if value is not None}  # null stands for the default
+    scaling, parameters = (expect(name, key, hf.get(key, {}), dict) for key in ("rope_scaling", "rope_parameters"))
+    defaults = {"num_key_value_heads": hf.get("num_attention_heads"), "max_position_embeddings": 2048}
+    defaults |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    defaults |= {"rope_theta": parameters.get("rope_theta", 10000.0)}  # where transformers 5 keeps it
+    spec = {}
+    for field in dataclasses.fields(ModelConfig):
+        key = FROM_HF.get(field.name, field.name)
+        if field.name != "dropout":
+            spec[field.name] = expect(name, key, (defaults | hf).get(key), field.type)
     cannot = {
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "rope_scaling": scaling.get("rope_type", scaling.get("type", "default")) != "default",
         "rope_parameters": parameters.get("rope_type", "default") != "default",
-        "head_dim": (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
-        != hf["hidden_size"] // hf["num_attention_heads"],
+        "head_dim": "head_dim" in hf
+        and expect(name, "head_dim", hf["head_dim"], int) * spec["n_head"] != spec["n_embd"],
         "attention_dropout": bool(hf.get("attention_dropout")),
     }
     for key, refused in cannot.items():
         if refused:
             raise UserError(f"--model {name}: {key} = {hf.get(key)!r} is not something this model can do")
-    others = {  # null stands for the default
-        "num_key_value_heads": (hf.get("num_key_value_heads") or hf["num_attention_heads"], int),
-        "max_position_embeddings": (hf.get("max_position_embeddings") or 2048, int),
-        "rope_theta": (hf.get("rope_theta") or parameters.get("rope_theta") or 10000.0, float),
-        "rms_norm_eps": (hf.get("rms_norm_eps") or 1e-6, float),
-        "tie_word_embeddings": (hf.get("tie_word_embeddings") or False, bool),
-    }
-    for key, (value, kind) in others.items():
-        expect(name, key, value, kind)
-    n_kv_head, seq_len, rope_theta, norm_eps, tie = (value for value, _ in others.values())
-    return dict(
-        n_layer=hf["num_hidden_layers"],
-        n_head=hf["num_attention_heads"],
-        n_kv_head=n_kv_head,
-        n_embd=hf["hidden_size"],
-        n_ff=hf["intermediate_size"],
-        vocab_size=hf["vocab_size"],
-        seq_len=seq_len,
-        rope_theta=float(rope_theta),
-        norm_eps=norm_eps,
-        tie=tie,
-    )
+    return spec
 
 
 def check_config(cfg: ModelConfig) -> None:
