@@ -34,15 +34,30 @@ launch() { timeout -k 45 300 "$PYTHON" -m torch.distributed.run --standalone --n
 
 # --- the machine ---
 facts=$(timeout 120 "$PYTHON" - 2>&1 <<'END'
-import sys, torch, numpy, tiktoken
+import os, pathlib, shutil, socket, sys, torch, numpy, tiktoken
 gpus = torch.cuda.device_count()
 names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(gpus)}))
 print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {gpus} GPUs {names}")
+driver = pathlib.Path("/proc/driver/nvidia/version")
+print("driver:", driver.read_text().splitlines()[0] if driver.exists() else "no NVIDIA driver, so gloo on CPUs")
+page, pages = os.sysconf("SC_PAGE_SIZE"), [os.sysconf(f"SC_{what}PHYS_PAGES") for what in ("AV", "")]
+cards = "".join("; card {} {:.1f} of {:.1f} GB free".format(i, *(n / 1e9 for n in torch.cuda.mem_get_info(i))) for i in range(gpus))
+print("memory: {:.1f} of {:.1f} GB free on the host{}".format(*(page * n / 1e9 for n in pages), cards))
+pairs = [(i, j) for i in range(gpus) for j in range(gpus) if i != j]
+reach = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
+print(f"links: {reach} of {len(pairs)} ordered pairs of cards read each other's memory" if pairs else "links: no two cards")
+free = {place: shutil.disk_usage(place).free / 1e9 for place in (".", "/dev/shm")}
+print("disk: " + ", ".join(f"{gb:.1f} GB free in {place}" for place, gb in free.items()))
+if free["."] < 0.5 or free["/dev/shm"] < 0.05:
+    sys.exit("too little room on the disk, or in /dev/shm (loader workers hand batches over there; --workers 0 does without)")
+with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname(), 5):
+    print(f"ports: localhost:{server.getsockname()[1]} was free and answered")
 print("cuda" if gpus >= 2 else "cpu", gpus)
 END
 ) || { bad "python and torch: $(tail -1 <<<"$facts")"; exit 1; }
 read -r device gpus <<<"$(tail -1 <<<"$facts")"
-ok "$(head -n -1 <<<"$facts" | tail -1), tested on $device"
+while read -r line; do ok "$line"; done < <(head -n -1 <<<"$facts")
+ok "tested on $device"
 
 if launch 2 --no-python "$PYTHON" -c "
 import os, sys, torch, torch.distributed as dist
