@@ -52,9 +52,7 @@ TEXT = tuple(".txt .text .md .rst .tex .py .c .h .cc .cpp .cu .js .ts .java .go 
 LINES, IDS = (".jsonl", ".ndjson", ".json"), (".npy", ".bin")
 PACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # as sniff() names them
 DAMAGE = (EOFError, OSError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError)  # theirs, and pyarrow's
-SPLIT = (
-    "one object per line is read; jq -c '.[]' FILE makes that of an array, jq -c '.data[]' FILE of {\"data\": [...]}"
-)
+SPLIT = "one object per line is read: jq -c . FILE for indented ones, '.[]' for an array, '.data[]' for {data: [...]}"
 
 # Where a long document may be cut so that every tiktoken pattern gives the same tokens as for the whole: before a space
 # that follows a non-space, or after a letter or digit that white space or CJK punctuation follows. No pattern matches
@@ -351,7 +349,7 @@ def append(folder: Path, about: dict, ids: np.ndarray, mask: np.ndarray) -> None
             for a in range(0, about["tokens"], PIECE):
                 file.write(b"\1" * min(PIECE, about["tokens"] - a))
     for name, values in ((about["file"], ids), (about["mask"], mask)):
-        if name:
+        if name and len(values):
             with open(folder / name, "ab") as file:
                 file.write(values)
     about["tokens"] += len(ids)
@@ -383,7 +381,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             temporary.rename(folder)
             fsync(folder.parent)
         except OSError as error:
-            raise UserError(f"cannot write {folder}: {error}") from None
+            raise UserError(f"{error.filename or f'cannot write {folder}'}: {error.strerror or error}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
