@@ -900,6 +900,19 @@ def test_show_proves_the_ranks_disjoint(tmp_path):
     )
 
 
+def test_the_rate_of_a_worker_beside_that_of_cards(tmp_path, capsys):
+    tokens = corpus(tmp_path, 100_000)
+    data.print_rate(made_run(tokens, 0, 4, global_batch=64, seq_len=512), "124m")
+    first, *cards = capsys.readouterr().out.splitlines()
+    read = int(re.fullmatch(r"one loader worker reads ([\d,]+) tokens/s, 2 x 512 at a time", first)[1].replace(",", ""))
+    begun = time.monotonic()
+    for w in range(200):
+        tokens.batch(np.arange(2), 512, None)
+    assert read < 200 * 1024 / (time.monotonic() - begun) * 3  # what it reads by itself, without handing it over
+    wanted = 0.6 * 989e12 / (6 * 123_568_128 + 6 * 12 * 512 * 768)  # the head is tied: counted once; norms do not count
+    assert f"124m on 4 x H200: {4 * wanted:,.0f} tokens/s at most; --workers {-(-wanted // read):.0f}" in cards
+
+
 def test_a_reader_that_stops_ends_it_quietly(tmp_path):
     """`... | head -1`: no traceback about a broken pipe."""
     folder = write(tmp_path / "in", a__txt="In the beginning was the word, and so on and on. " * 4000)
