@@ -906,7 +906,7 @@ def test_the_rate_of_a_worker_beside_that_of_cards(tmp_path, capsys):
     first, *cards = capsys.readouterr().out.splitlines()
     read = int(re.fullmatch(r"one loader worker reads ([\d,]+) tokens/s, 2 x 512 at a time", first)[1].replace(",", ""))
     begun = time.monotonic()
-    for w in range(200):
+    for _ in range(200):
         tokens.batch(np.arange(2), 512, None)
     assert read < 200 * 1024 / (time.monotonic() - begun) * 3  # what it reads by itself, without handing it over
     wanted = 0.6 * 989e12 / (6 * 123_568_128 + 6 * 12 * 512 * 768)  # the head is tied: counted once; norms do not count
