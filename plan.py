@@ -160,7 +160,7 @@ def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
     close = [x for x in layouts if x.full <= limit and x.rate >= (1 - CLOSE) * fastest]
     take = min(
         close, key=lambda x: x.run.cfg.recompute != "none", default=None
-    )  # the first that computes nothing twice
+    )  # first those that compute nothing twice
     return sorted(layouts, key=lambda x: (x.full > BARELY, -x.rate)), take
 
 
