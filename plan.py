@@ -158,13 +158,7 @@ def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
     limit = FITS if min(x.full for x in layouts) <= FITS else BARELY
     fastest = max((x.rate for x in layouts if x.full <= limit), default=0)
     close = [x for x in layouts if x.full <= limit and x.rate >= (1 - CLOSE) * fastest]
-<<<<<<< HEAD
     take = min(close, key=lambda x: x.run.cfg.recompute != "none", default=None)  # the first without it, if any
-=======
-    take = min(
-        close, key=lambda x: x.run.cfg.recompute != "none", default=None
-    )  # first those that compute nothing twice
->>>>>>> wt-cp2
     return sorted(layouts, key=lambda x: (x.full > BARELY, -x.rate)), take
 
 
