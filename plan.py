@@ -158,9 +158,7 @@ def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
     limit = FITS if min(x.full for x in layouts) <= FITS else BARELY
     fastest = max((x.rate for x in layouts if x.full <= limit), default=0)
     close = [x for x in layouts if x.full <= limit and x.rate >= (1 - CLOSE) * fastest]
-    take = min(
-        close, key=lambda x: x.run.cfg.recompute != "none", default=None
-    )  # the first that computes nothing twice
+    take = min(close, key=lambda x: x.run.cfg.recompute != "none", default=None)  # the first without it, if any
     return sorted(layouts, key=lambda x: (x.full > BARELY, -x.rate)), take
 
 

@@ -142,7 +142,7 @@ class Ring:
                 continue
             merged = torch.logaddexp(lse[:, :, rows], part_lse)
             old, new = (lse[:, :, rows] - merged).exp()[..., None], (part_lse - merged).exp()[..., None]
-            out[:, :, rows] = out[:, :, rows] * old + part * new
+            out[:, :, rows].mul_(old).addcmul_(part, new)  # in place: these passes over memory are what merging costs
             lse[:, :, rows] = merged
         return out.to(q.dtype), lse
 
@@ -244,7 +244,8 @@ class ContextParallelGPT(GPT):
 
 def n_keys_and_values(run: Run) -> int:
     """Elements that a rank sends at once: keys and values of its tokens of a micro-batch, in one block."""
-    return 2 * run.cfg.micro_batch * run.cfg.seq_len // run.cp * run.model_cfg.n_kv_head * run.model_cfg.head_dim
+    m = run.model_cfg
+    return 2 * run.cfg.micro_batch * m.seq_len // run.cp * m.n_kv_head * m.head_dim
 
 
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:

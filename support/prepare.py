@@ -343,6 +343,8 @@ def in_order(function: Callable, items: Iterable) -> Iterator:
 
 def append(folder: Path, about: dict, ids: np.ndarray, mask: np.ndarray) -> None:
     """Append tokens to a split's file; and to its mask, once there is a masked target: all before it count."""
+    if not len(ids):
+        return  # a split without documents has no file
     if not about["mask"] and not mask.all():
         about["mask"] = about["file"].replace(".bin", ".mask")
         with open(folder / about["mask"], "wb") as file:
