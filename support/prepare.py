@@ -351,7 +351,7 @@ def append(folder: Path, about: dict, ids: np.ndarray, mask: np.ndarray) -> None
             for a in range(0, about["tokens"], PIECE):
                 file.write(b"\1" * min(PIECE, about["tokens"] - a))
     for name, values in ((about["file"], ids), (about["mask"], mask)):
-        if name and len(values):
+        if name:
             with open(folder / name, "ab") as file:
                 file.write(values)
     about["tokens"] += len(ids)
