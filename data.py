@@ -99,7 +99,7 @@ class Batches:
             sampler=range(first_step * self.accum, cfg.steps * self.accum),
             num_workers=cfg.workers,
             pin_memory=run.device.type == "cuda",
-            timeout=cfg.hang_timeout if cfg.workers else 0,
+            timeout=max(1, cfg.hang_timeout * 4 // 5) if cfg.workers else 0,  # the watchdog knows less of it
             multiprocessing_context="fork" if cfg.workers else None,
         )
         # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from support.flags import UserError, flag_name
 from support.run import Run
 
 NO_MEMORY = "can't allocate memory|CUDA driver error: out of memory"  # torch on a CPU, symmetric memory
-GONE = "Connection (closed by peer|reset)"  # gloo
+GONE = "Connection (closed by peer|reset)|Timed out waiting"  # gloo
 
 
 def report(error: BaseException, predict: Callable | None, alike: bool, run: Run | None = None) -> None:
@@ -46,16 +47,15 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
     follows = isinstance(error, dist.DistBackendError) or re.search(GONE, str(error)) is not None
     first = [0 if alike else rank, summary]
     if dist.is_initialized() and several:
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            deadline = time.time() + (3 if follows else 0)
-            while not store.check(["first_error"]) and time.time() < deadline:
-                time.sleep(0.05)  # the rank that closed the connection is about to say why
-            if follows and not store.check(["first_error"]) and run and run.watchdog and (left := run.watchdog.left()):
-                first = left
-            first = json.loads(store.compare_set("first_error", "", json.dumps(first)))[:2]
-        except (RuntimeError, ValueError):
-            pass  # the store went with its host: then our own error is the best there is
+        found: list = []
+        asking = threading.Thread(target=lambda: found.append(first_error(first, follows, run)), daemon=True)
+        asking.start()
+        asking.join(15)  # behind a cut link the store does not even refuse to answer
+        if found and found[0]:
+            first = found[0]
+        elif follows:
+            host = os.environ.get("MASTER_ADDR")
+            first = [rank, f"{host}, which holds the job's store, does not answer: it or the network to it is gone"]
     if first[0] == rank and first[1] != summary:  # the watchdog has said what this rank did
         summary, text = first[1], f"error: {first[1]}"
     if first[0] == rank:
@@ -68,6 +68,23 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
         time.sleep(1)  # torchrun ends rank 0 when we end, perhaps before it gets here
     if run is not None and not follows:
         finish_saves(run.cfg.hang_timeout)
+
+
+def first_error(mine: list, follows: bool, run: Run | None) -> list | None:
+    """[rank, summary] of the job's first error: `mine` if no other rank had one before; None without the store.
+
+    follows: mine only says that another rank is gone, which may be about to say why, or may be found to have left.
+    """
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.time() + (3 if follows else 0)
+        while not store.check(["first_error"]) and time.time() < deadline:
+            time.sleep(0.05)
+        if follows and not store.check(["first_error"]) and run and run.watchdog and (left := run.watchdog.left()):
+            mine = left
+        return json.loads(store.compare_set("first_error", "", json.dumps(mine)))[:2]
+    except (RuntimeError, ValueError):
+        return None  # it went with its host
 
 
 def accuse(guilty: int, summary: str) -> None:

@@ -198,9 +198,6 @@ def open_run_folder(run: Run) -> None:
             refuse_foreign(out)
             own(run, out)
             (out / ".config.json").write_text(json.dumps(facts(run), indent=1))  # see own_folder()
-            (out / "code.diff").unlink(missing_ok=True)
-            if changes := code_diff():
-                (out / "code.diff").write_text(changes)
         except OSError as problem:
             raise UserError(f"--out {run.cfg.out or 'runs/'}: cannot write there: {users_error(problem)}") from None
         remember(run, "folder", str(out))
@@ -327,6 +324,10 @@ def own_folder(run: Run) -> None:
     """The run has begun, config.json is its own from here on: one that is refused leaves another's as it was."""
     if run.rank == 0:
         Path(run.out, ".config.json").replace(Path(run.out, "config.json"))
+        diff = Path(run.out, "code.diff")
+        diff.unlink(missing_ok=True)
+        if changes := code_diff():
+            diff.write_text(changes)
         remember(run, "begun", run.out)
 
 

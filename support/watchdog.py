@@ -129,11 +129,10 @@ class Watchdog:
 
     def look(self, still: float) -> None:
         """Nothing moves here: read the others' beats, and after --hang-timeout judge."""
-        beats, silent, now = {}, {}, time.monotonic()
-        for rank in range(self.run.world_size):
-            if not self.store.check([f"beat/{rank}"]):
-                return
-            beats[rank] = Beat(**json.loads(self.store.get(f"beat/{rank}")))
+        beats, silent, now = self.beats(), {}, time.monotonic()
+        if len(beats) < self.run.world_size:
+            return
+        for rank in beats:
             if self.seen.get(rank, (None,))[0] != beats[rank].number:
                 self.seen[rank] = beats[rank].number, now
             if now - self.seen[rank][1] > 4 * self.every:
@@ -147,15 +146,28 @@ class Watchdog:
             self.end(json.loads(self.store.compare_set("verdict", "", verdict)))
 
     def left(self) -> tuple[int, str] | None:
-        """A rank of this host whose process is gone, and what to say of it; for a rank whose connection was closed."""
-        for rank in range(self.run.world_size):
-            if self.store.check([f"beat/{rank}"]):
-                b = Beat(**json.loads(self.store.get(f"beat/{rank}")))
-                stat = Path(f"/proc/{b.pid}/stat")
-                if b.host == socket.gethostname() and (not stat.exists() or stat.read_text().rsplit(") ")[1][0] == "Z"):
-                    where = f"{b.place} of step {b.step}"
-                    return rank, f"rank {rank} has left without an error; its last sign of life was in {where}"
+        """A rank that is gone, and what to say of it; for a rank whose connection was closed.
+
+        On this host its process is gone; on another one no beat has come while this looked on.
+        """
+        beats = self.beats()
+        for rank, b in beats.items():
+            stat = Path(f"/proc/{b.pid}/stat")
+            if b.host == socket.gethostname() and (not stat.exists() or stat.read_text().rsplit(") ")[1][0] == "Z"):
+                where = f"{b.place} of step {b.step}"
+                return rank, f"rank {rank} has left without an error; its last sign of life was in {where}"
+        if {b.host for b in beats.values()} != {socket.gethostname()}:
+            time.sleep(4 * self.every)
+            for rank, b in self.beats().items():
+                if b.number == beats[rank].number:
+                    where = f"when it was in {b.place} of step {b.step}"
+                    return rank, f"rank {rank} on {b.host} gives no more signs of life, {where}: host or network gone?"
         return None
+
+    def beats(self) -> dict[int, Beat]:
+        """The last beat of every rank that has had one."""
+        ranks = [rank for rank in range(self.run.world_size) if self.store.check([f"beat/{rank}"])]
+        return {rank: Beat(**json.loads(self.store.get(f"beat/{rank}"))) for rank in ranks}
 
     def end(self, verdict: list) -> None:
         """Leave this rank's stacks, kill who is frozen on this host, tell torchrun, and go."""

@@ -10,9 +10,12 @@ import pickle
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -352,8 +355,24 @@ def test_rotation_disk_full_slow_rank_and_background_saves(tmp_path):
     assert [p.name for p in steps(folder)] == ["step_00000001", "step_00000009", "step_00000010"]
 
 
-def _saving_rank(rank: int, folder: str, store: str, expected: str | None) -> None:
-    """Resumes, checks what it resumed from, then saves every step until it is killed."""
+def _killed_in(line: int) -> Callable:
+    """A tracer that kills its process when the thread that saves reaches the line-th line of checkpoint.py and of
+    shutil, counting each once."""
+    seen, files = set(), (checkpoint.__file__, shutil.__file__)
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename not in files or threading.current_thread().name != checkpoint.BACKGROUND:
+            return None
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        if len(seen) == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    return trace
+
+
+def _saving_rank(rank: int, folder: str, store: str, expected: str | None, victim: int = -1, line: int = 0) -> None:
+    """Resumes, checks what it resumed from, then saves every step until it is killed; a victim at a line of a save."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -369,9 +388,14 @@ def _saving_rank(rank: int, folder: str, store: str, expected: str | None) -> No
     if path != expected or list(Path(folder).glob(".*-step_*")):
         os._exit(4)
     Path(store + f".ready{rank}").touch()
+    if rank == victim:
+        threading.settrace(_killed_in(line))
     while True:
         step += 1
         saver.save(step, flat_layout(full(step), rank, 2), {})
+        if line:
+            saver.wait()
+            Path(store + f".saved{rank}").touch()
 
 
 def _kill_loop(folder: Path, rounds: int) -> list[int]:
@@ -419,6 +443,34 @@ def test_killed_in_the_middle_of_saving_40_times(tmp_path):
     newest = _kill_loop(tmp_path / "ckpt", 40)
     assert newest == sorted(newest)
     assert newest[-1] > 40
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_at_every_line_of_a_save(victim, tmp_path):
+    """Rank 0, which publishes, or another one dies; the checkpoints there are intact, and the next start goes on."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "test_checkpoint"])
+    folder, line, survived = tmp_path / "ckpt", 0, False
+    newest = [0]
+    while not survived:
+        line += 1
+        store, before = str(tmp_path / f"store{line}"), steps(folder)
+        args = str(folder), store, str(before[-1]) if before else None, victim, line
+        ranks = [context.Process(target=_saving_rank, args=(r, *args)) for r in range(2)]
+        for p in ranks:
+            p.start()
+        began = time.time()
+        while ranks[victim].is_alive() and not (survived := os.path.exists(f"{store}.saved{victim}")):
+            assert time.time() - began < 60, line
+            time.sleep(0.01)
+        for p in ranks:
+            p.kill()
+            p.join()
+        assert survived or ranks[victim].exitcode == -signal.SIGKILL, (line, ranks[victim].exitcode)
+        assert all(verify(path) == [] for path in steps(folder)), line
+        newest.append(int(steps(folder)[-1].name[5:]) if steps(folder) else 0)
+    assert newest == sorted(newest) and line > (60 if victim == 0 else 25), (line, newest)
 
 
 # ---- damage ----

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import pytest
 import torch
 from harness import ROOT, final_weights, run_ranks, toy_files, train
 
+import checkpoint
 from data import hash_sum, stream_windows
 from support import prepare
 from support.flags import UserError
@@ -291,6 +293,64 @@ def test_kill_9_of_a_rank_then_restart(tmp_path):
     whole = [json.loads(line) for line in (tmp_path / "whole/log.jsonl").read_text().splitlines()]
     assert rows_of(rows) == rows_of(whole) and len(rows) == 40
     same_tensors(final_weights(tmp_path / "killed"), final_weights(tmp_path / "whole"))
+
+
+ANYWHERE = {  # script -> ranks, flags
+    "train_ddp": (2, {}),
+    "train_zero": (2, {"--stage": "3", "--offload": "optimizer"}),
+    "train_tp": (2, {}),
+    "train_pipe": (2, {}),
+    "train_cp": (2, {}),
+    "train_3d": (4, {"--tp": "2", "--pp": "2"}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ANYWHERE)
+def test_killed_anywhere(script, tmp_path):
+    """H1, I12: five times one rank or all are killed, at any moment from the start on; the job ends with the same bits.
+
+    A save is being written while the steps behind it are trained: so up to two intervals are trained again.
+    """
+    toy_files(tmp_path)
+    ranks, more = ANYWHERE[script]
+    flags = {
+        "--model": f"{tmp_path}/toy.json", "--data": f"{tmp_path}/plain", "--device": "cpu", "--global-batch": "12",
+        "--micro-batch": "1", "--steps": "40", "--workers": "1", "--save-every": "2", "--keep-last": "2",
+        "--eval-every": "0", "--dropout": "0.1", "--hang-timeout": "60",
+    }  # fmt: skip
+    words = [str(ROOT / f"{script}.py"), *[word for pair in (flags | more).items() for word in pair]]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*torchrun, *words, "--out", str(whole)], check=True, capture_output=True, timeout=300, env=env)
+    draw, log = random.Random(script), out / "log.jsonl"
+    with open(tmp_path / "screen", "w") as screen:
+        call = [*torchrun, "--max_restarts=5", *words, "--out", str(out)]
+        job = subprocess.Popen(call, stdout=screen, stderr=screen, env=env)
+        try:
+            for kill in range(5):
+                # every second time a while after the loop has begun, else at any moment of the start
+                rows = log.read_text().count("\n") if log.exists() else 0
+                wanted = draw.randrange(1, 8) if kill % 2 else 0
+                while wanted and (not log.exists() or log.read_text().count("\n") == rows):
+                    assert job.poll() is None, (tmp_path / "screen").read_text()
+                    time.sleep(0.01)
+                time.sleep(draw.uniform(0, 1) if wanted else draw.uniform(1, 6))
+                found = ranks_of(job.pid)
+                for pid in found if draw.random() < 0.4 else draw.sample(found, min(1, len(found))):
+                    os.kill(pid, signal.SIGKILL)
+                while job.poll() is None and set(found) & set(ranks_of(job.pid)):
+                    time.sleep(0.02)
+            assert job.wait(timeout=300) == 0, (tmp_path / "screen").read_text()
+        finally:
+            job.kill()
+    rows, straight = ([json.loads(line) for line in (f / "log.jsonl").read_text().splitlines()] for f in (out, whole))
+    assert rows_of(rows) == rows_of(straight) and len(rows) == 40
+    same_tensors(final_weights(out), final_weights(whole))
+    assert not list(out.glob("ckpt/.*")) and all(
+        checkpoint.verify(path) == [] for path in checkpoint.steps(out / "ckpt")
+    )
 
 
 @pytest.mark.soak
