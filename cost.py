@@ -30,8 +30,8 @@ class Machine:
     """Rates, as written here of an H200, each with its row of docs/results; and how many cards there are."""
 
     products: float = 690e12  # FLOP/s of matrix products          6b-h200x2: single 4 x 16
-    attention: float = 560e12  # FLOP/s, causal, long sequences    a guess; the next one makes it 310 at 2,048 tokens:
-    half: float = 1650  # tokens of a sequence at half that rate   6b-h200x2: single 4 x 16, split by docs/LOG.md
+    attention: float = 310e12  # FLOP/s, causal                    the same, split by the trace in docs/LOG.md
+    far: float = 590e12  # ... to keys over 2,048 tokens back      a guess: gives 560e12 in all at 32,768
     memory: float = 4.2e12  # bytes/s                              the same: AdamW's 49 ms
     passes: float = 5.5  # over what a block keeps                 124m-h200: single, micro-batch 64
     launch: float = 0.3e-3  # seconds per block and micro-batch    124m-h200: single 16 x 4
@@ -76,8 +76,9 @@ def machine(kind: str, gpu_mem: float = 0, gpus: int = 1, nodes: int = 1, link: 
         raise UserError(f"--gpu {kind}: no rates are known of it; allowed are {', '.join(SHEETS)}")
     sold, memory, beside = (ours / h200 for ours, h200 in zip(SHEETS[found], SHEETS["H200"]))
     box, faster = Machine(kind=found, gpus=gpus, nodes=nodes), BF16_PEAK[found] / BF16_PEAK["H200"]
-    rates = dict(products=box.products * faster, attention=box.attention * faster, memory=box.memory * memory)
-    rates |= dict(beta=box.beta * beside, peer=SHEETS[found][2] > 32, room=gpu_mem * FOUND or box.room * sold)
+    rates = dict(products=box.products * faster, attention=box.attention * faster, far=box.far * faster)
+    rates |= dict(memory=box.memory * memory, beta=box.beta * beside, peer=SHEETS[found][2] > 32)
+    rates |= dict(room=gpu_mem * FOUND or box.room * sold)
     if link:
         try:
             measured = json.loads(Path(link).read_text())
@@ -97,7 +98,8 @@ def pass_seconds(run: Run, box: Machine) -> tuple[float, float]:
     tokens = run.cfg.micro_batch * run.cfg.seq_len / ways
     kept, ends, _ = activation_parts(m, run.cfg.micro_batch, run.dtype.itemsize, "none", True)
     matrices = 6 * tokens * C * (2 * C + 2 * m.n_kv_head * m.head_dim + 3 * m.n_ff) / box.products
-    matrices += 6 * tokens * C * (m.seq_len + box.half) / box.attention  # short ones are slower
+    near = min(m.seq_len, 2048)
+    matrices += 6 * tokens * C * (near / box.attention + (m.seq_len - near) / box.far)
     between = box.passes * kept / ways / box.memory + box.launch
     again = {"none": 0, "selective": between, "full": matrices + between}[run.cfg.recompute] / 3
     head = 6 * tokens * C * m.vocab_size / box.products + box.passes * ends / ways / box.memory

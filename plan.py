@@ -89,8 +89,7 @@ class Layout:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all cards."""
-        return self.run.cfg.global_batch * self.run.cfg.seq_len / sum(self.seconds.values())
+        return self.run.cfg.global_batch * self.run.cfg.seq_len / sum(self.seconds.values())  # tokens/s of all cards
 
     def command(self, box: Machine) -> list[str]:
         nodes = [f"--nnodes={box.nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29500"] * (box.nodes > 1)
