@@ -289,9 +289,7 @@ def print_rate(run: Run, model: str) -> None:
     while (seconds := time.monotonic() - begun) < 2:
         tokens += loader.next()[0].numel()
     loader.close()
-    print(
-        f"one loader worker reads {tokens / seconds:,.0f} tokens/s, {run.cfg.micro_batch} x {run.cfg.seq_len} at a time"
-    )
+    print(f"one loader worker reads {tokens / seconds:,.0f} tokens/s, by {run.cfg.micro_batch} x {run.cfg.seq_len}")
     m = load_config(model)
     m = dataclasses.replace(m, seq_len=run.cfg.seq_len, vocab_size=m.vocab_size or run.tokens.vocab_size)
     for card in ("B200", "H200", "A100", "L40S", "RTX 4090"):

@@ -904,7 +904,7 @@ def test_the_rate_of_a_worker_beside_that_of_cards(tmp_path, capsys):
     tokens = corpus(tmp_path, 100_000)
     data.print_rate(made_run(tokens, 0, 4, global_batch=64, seq_len=512), "124m")
     first, *cards = capsys.readouterr().out.splitlines()
-    read = int(re.fullmatch(r"one loader worker reads ([\d,]+) tokens/s, 2 x 512 at a time", first)[1].replace(",", ""))
+    read = int(re.fullmatch(r"one loader worker reads ([\d,]+) tokens/s, by 2 x 512", first)[1].replace(",", ""))
     begun = time.monotonic()
     for _ in range(200):
         tokens.batch(np.arange(2), 512, None)
