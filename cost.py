@@ -30,7 +30,8 @@ class Machine:
     """Rates, as written here of an H200, each with its row of docs/results; and how many cards there are."""
 
     products: float = 690e12  # FLOP/s of matrix products          6b-h200x2: single 4 x 16
-    attention: float = 310e12  # FLOP/s, causal                    the same, split by the trace in docs/LOG.md
+    attention: float = 560e12  # FLOP/s, causal, long sequences    a guess; the next one makes it 310 at 2,048 tokens:
+    half: float = 1650  # tokens of a sequence at half that rate   6b-h200x2: single 4 x 16, split by docs/LOG.md
     memory: float = 4.2e12  # bytes/s                              the same: AdamW's 49 ms
     passes: float = 5.5  # over what a block keeps                 124m-h200: single, micro-batch 64
     launch: float = 0.3e-3  # seconds per block and micro-batch    124m-h200: single 16 x 4
@@ -96,7 +97,7 @@ def pass_seconds(run: Run, box: Machine) -> tuple[float, float]:
     tokens = run.cfg.micro_batch * run.cfg.seq_len / ways
     kept, ends, _ = activation_parts(m, run.cfg.micro_batch, run.dtype.itemsize, "none", True)
     matrices = 6 * tokens * C * (2 * C + 2 * m.n_kv_head * m.head_dim + 3 * m.n_ff) / box.products
-    matrices += 6 * tokens * C * m.seq_len / box.attention
+    matrices += 6 * tokens * C * (m.seq_len + box.half) / box.attention  # short ones are slower
     between = box.passes * kept / ways / box.memory + box.launch
     again = {"none": 0, "selective": between, "full": matrices + between}[run.cfg.recompute] / 3
     head = 6 * tokens * C * m.vocab_size / box.products + box.passes * ends / ways / box.memory
@@ -154,7 +155,7 @@ def step_seconds(run: Run, traffic: list, box: Machine) -> tuple[dict[str, float
     wait += lost(took["weights"], compute if stage == 3 else update, engine)
     wait += max(0.0, took["recv"] - compute)
     if run.cp > 1:  # keys go behind attention
-        wait += lost(took["send"], compute, False)
+        wait += lost(took["send"], compute, engine)
     if run.pp > 1:
         wait += took["messages"] * box.handover if run.copy_engine else box.posted * compute
     return {"compute": compute, "bubble": bubble, "communication": wait, "update": update}, sent

@@ -2,6 +2,7 @@
 
     python data.py prepare --out corpus/ --tokenizer gpt2 --val 0.005 book.txt folder/     # make token files
     python data.py show corpus/ --step 412 --world 8 [--text]                              # what did the ranks see?
+    python data.py show corpus/ --rate 1b --world 8 --seq-len 2048          # is one loader worker as fast as its card?
 
 The lesson: samplers that draw at random per rank need seeds, state, padding and luck. Here the samples of step k are a
 function of (seed, k) alone, the ranks only split them. Overlap cannot happen and there is no sampler state to save.
@@ -15,9 +16,12 @@ stand (support/tokens.py).
 
 import argparse
 import atexit
+import dataclasses
+import math
 import shlex
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -25,10 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model import flops_per_token, load_config
 from support.flags import Config, UserError, accumulation, run_cli
-from support.meter import at
+from support.meter import BF16_PEAK, at
 from support.run import Run
 from support.tokens import open_tokens
+
+BUSY = 0.6  # of a card's peak: a little more than the best of docs/results has reached
 
 # --- the order of the samples -----------------------------------------------------------------------------------------
 
@@ -235,30 +242,20 @@ def evaluate(run: Run, strategy: Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
-def show(
-    path: str,
-    step: int,
-    world: int,
-    global_batch: int,
-    micro_batch: int,
-    seq_len: int,
-    seed: int,
-    text: bool,
-    offset: int = 0,
-) -> None:
+def show(path: str, step: int, world: int, offset: int, text: bool, rate: str | None, **flags: int) -> None:
     """Print which windows the loader of each data-parallel rank reads in a step, and check them.
 
     offset: samples by which the stream is ahead of step x global_batch, in a run whose batch was another before.
+    text: what is written there, too. rate: a model; nothing of the above, but see print_rate().
     """
     if step < 0 or world < 1:
         raise UserError(f"--step {step}, --world {world}: allowed is 0 or more, 1 or more")
-    if step * global_batch + offset < 0:
-        raise UserError(
-            f"--offset {offset}: step {step} begins at sample {step * global_batch + offset}, allowed is 0 or more"
-        )
-    cfg = Config(data=path, global_batch=global_batch, micro_batch=micro_batch, seq_len=seq_len, seed=seed)
-    cfg.steps, cfg.workers, cfg.vocab_size = step + 1, 0, 1 << 32
+    if (begin := step * flags["global_batch"] + offset) < 0:
+        raise UserError(f"--offset {offset}: step {step} begins at sample {begin}, allowed is 0 or more")
+    cfg = Config(data=path, steps=step + 1, workers=0, vocab_size=1 << 32, **flags)
     tokens, samples = open_tokens(path), []
+    if rate:
+        return print_rate(Run(cfg, 0, world, torch.device("cpu"), tokens=tokens), rate)
     if text:
         from support.prepare import load_tokenizer
 
@@ -267,13 +264,13 @@ def show(
         run = Run(cfg, rank, world, torch.device("cpu"), tokens=tokens, consumed=offset)
         loader = Batches(run, step)
         x, _, mine = (torch.cat(parts) for parts in zip(*(loader.next() for _ in range(loader.accum))))
-        windows = stream_windows(seed, int(mine[0]), len(mine), loader.n_windows)
+        windows = stream_windows(cfg.seed, int(mine[0]), len(mine), loader.n_windows)
         samples += mine.tolist()
         if loader.proof() != hash_sum(windows):
             raise UserError(f"rank {rank} did not read the windows {' '.join(map(str, windows))}")
         print(f"rank {rank}: samples {mine[0]}-{mine[-1]}, windows {' '.join(map(str, windows))}")
         for w, ids in zip(windows, x) if text else ():
-            shard, position = tokens.locate(int(w) * seq_len)
+            shard, position = tokens.locate(int(w) * cfg.seq_len)
             print(f"--- window {w}: {shard.path}, token {position}\n{encoding.decode(ids.tolist())}")
     first, last = run.samples_before(step), run.samples_before(step + 1) - 1
     if samples != list(range(first, last + 1)):
@@ -281,6 +278,26 @@ def show(
     a, b = first // loader.n_windows, last // loader.n_windows
     epochs = f"epoch {a}" + (f"-{b}" if b > a else "")
     print(f"disjoint: {len(samples)} samples, each read by one rank; {epochs} of {loader.n_windows} windows")
+
+
+def print_rate(run: Run, model: str) -> None:
+    """Print the tokens/s that one loader worker reads, and beside it what cards can consume of them with this model."""
+    run.cfg.steps, run.cfg.workers = 1 << 40, 1
+    loader, tokens = Batches(run, 0), 0
+    loader.next()  # it has begun
+    begun = time.monotonic()
+    while (seconds := time.monotonic() - begun) < 2:
+        tokens += loader.next()[0].numel()
+    loader.close()
+    print(
+        f"one loader worker reads {tokens / seconds:,.0f} tokens/s, {run.cfg.micro_batch} x {run.cfg.seq_len} at a time"
+    )
+    m = load_config(model)
+    m = dataclasses.replace(m, seq_len=run.cfg.seq_len, vocab_size=m.vocab_size or run.tokens.vocab_size)
+    for card in ("B200", "H200", "A100", "L40S", "RTX 4090"):
+        most = BUSY * BF16_PEAK[card] / flops_per_token(m)
+        need = math.ceil(most * seconds / tokens)
+        print(f"{model} on {run.world_size} x {card}: {most * run.world_size:,.0f} tokens/s at most; --workers {need}")
 
 
 def main() -> None:
@@ -293,28 +310,19 @@ def main() -> None:
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="files and folders")
     p.add_argument("--out", required=True, help="folder to make")
     p.add_argument("--tokenizer", help="a tiktoken encoding, or bytes (the default)")
-    p.add_argument(
-        "--val", type=float, default=0.0, help="share of the documents for validation, such as 0.005 (default 0)"
-    )
-    p.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop", help="what to do with bad lines, bytes and documents"
-    )
+    p.add_argument("--val", type=float, default=0.0, help="share of documents for validation, as 0.005 (default 0)")
+    p.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at bad lines, bytes and documents")
     p.add_argument("--vocab-size", type=int, help="number of ids; needed for ready-made ids")
-    p.add_argument("--workers", type=int, help="threads (default: one per core)")
     p.add_argument("--text-field", default="text", help="name of the text in JSON lines and parquet (default text)")
     p = commands.add_parser("show", help="print the samples of a step by rank")
     p.add_argument("path", metavar="DIR", help="a corpus, as for --data")
-    p.add_argument("--step", type=int, required=True)
-    p.add_argument("--world", type=int, required=True, help="data-parallel ranks")
-    for name, default in (
-        ("--global-batch", 64),
-        ("--micro-batch", 1),
-        ("--seq-len", 128),
-        ("--seed", 1337),
-        ("--offset", 0),
-    ):
-        p.add_argument(name, type=int, default=default)
+    p.add_argument("--world", type=int, default=1, help="data-parallel ranks (default 1)")
+    flags = {"step": 0, "global-batch": 64, "micro-batch": 1, "seq-len": 128, "seed": 1337, "offset": 0}
+    for name, default in flags.items():
+        p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--text", action="store_true", help="the text behind each window too")
+    what = "instead: how fast a loader worker is, and how fast cards with a model (124m unless named) are"
+    p.add_argument("--rate", nargs="?", const="124m", metavar="MODEL", help=what)
     args = vars(parser.parse_args())
     (prepare.prepare if args.pop("command") == "prepare" else show)(**args)
 

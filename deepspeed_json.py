@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 train_zero.py --deepspeed examples/ds_zero2_offload.json
     python deepspeed_json.py examples/ds_zero2_offload.json --dp 2      # the flags it becomes, the keys ignored and why
 
-A key is in one of the two lists below; for an unknown one the nearest name is told. "auto", which Hugging Face's
-Trainer fills in, means our default; null means absent. JSON is strict: no comments, no key twice, 8.0 is not a count.
+A key is in one of the three lists below: used, ignored, refused; for an unknown one the nearest name is told. "auto",
+which Hugging Face's Trainer fills in, means our default; null means absent; a key that begins with _ is a comment.
 Where the file is silent, precision and stage are DeepSpeed's (float32, stage 0, no offload), as are the other fields of
 a section that is there; anything else is left to the flags. A flag beside the file may add to it, not contradict it.
 
@@ -29,7 +29,6 @@ KINDS = {  # kind -> (what is allowed, test); type() and not isinstance(): true 
     "positive": ("a number above 0", lambda v: type(v) in (int, float) and 0 < v < 1e300),
     "betas": ("two numbers", lambda v: type(v) is list and [type(beta) in (int, float) for beta in v] == [True, True]),
     "section": ("an object {...}", lambda v: type(v) is dict),
-    "off": ('false or {} or {"enabled": false}', lambda v: v in (False, {}, {"enabled": False})),
     "any": ("any", lambda v: True),
 }
 USED = {  # key -> (kind, or the values allowed; the flag it becomes; DeepSpeed's default where its section is there)
@@ -53,43 +52,45 @@ USED = {  # key -> (kind, or the values allowed; the flag it becomes; DeepSpeed'
     ADAM + "eps": ("positive", "eps", 1e-8),
     ADAM + "weight_decay": ("number", "weight_decay", 0.0),
 }
-# What sets no flag: reason | values allowed, "any" where no number depends on it | keys, behind their section
-OTHERS = """
-there is one AdamW, sums are in float32 | any | zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    prescale_gradients gradient_predivide_factor sparse_gradients fp16. auto_cast optimizer.params. torch_adam fused
-log.jsonl has every step | any | steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler wandb
-    tensorboard csv_monitor comms_logger
-see --recompute, --save-every, --compile, --explain | any | activation_checkpointing checkpoint compile autotuning
-checkpoints hold float32 for any layout; export.py | any | zero_optimization. load_from_fp32_weights elastic_checkpoint
+# No number depends on it: reason | keys, behind their section
+IGNORED = """
+there is one AdamW, sums are in float32 | zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients
+    gradient_predivide_factor sparse_gradients fp16. auto_cast optimizer.params. torch_adam fused
+see log.jsonl, --recompute, --save-every, --compile, --explain | steps_per_print wall_clock_breakdown memory_breakdown
+    dump_state flops_profiler wandb tensorboard csv_monitor comms_logger activation_checkpointing checkpoint compile
+    autotuning
+checkpoints hold float32 for any layout; export.py | zero_optimization. load_from_fp32_weights elastic_checkpoint
     stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-concerns what is not here | any | pipeline aio dataloader_drop_last zero_optimization. ignore_unused_parameters
-a block is a bucket, sent while another computes | any | zero_optimization. reduce_bucket_size allgather_bucket_size
+a block is a bucket, sent while another computes | zero_optimization. reduce_bucket_size allgather_bucket_size
     overlap_comm contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients sub_group_size
     stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold
-host memory is pinned | any | zero_optimization.offload_param. pin_memory
+concerns what is not here | pipeline aio dataloader_drop_last zero_optimization. ignore_unused_parameters
+host memory is pinned | zero_optimization.offload_param. pin_memory
     zero_optimization.offload_optimizer. pin_memory buffer_count fast_init
-use bf16 or fp16 | off | amp torch_autocast
-the schedule is --steps, --warmup-steps and --min-lr | off | scheduler
-train_tp.py splits layers | off | tensor_parallel
-any number of ranks gives the same batches | off | elasticity curriculum_learning data_efficiency
-there is nothing like it here | off | compression_training sparse_attention progressive_layer_drop
-weights stay on the GPU; stage 3 shards them | "none" | zero_optimization.offload_param. device
-write "offload_optimizer": {"device": "cpu"} | false | zero_optimization. cpu_offload
-all of the optimizer state moves | 1 or 1.0 | zero_optimization.offload_optimizer. ratio
-weights are sharded over all ranks | 0 or 1 | zero_optimization. zero_hpz_partition_size
-nothing is quantized | false | zero_optimization. zero_quantized_weights zero_quantized_gradients
-AdamW corrects the bias and keeps decay out of the loss | true | optimizer.params. bias_correction adam_w_mode
-it is refilled when the scale doubles | false | fp16. consecutive_hysteresis
-masters, moments and sums are float32 | false | fp16. fp16_master_weights_and_grads
+"""
+# Refused but for the values that change nothing: reason | keys | values
+OFF = 'false or {} or {"enabled": false}'
+REFUSED = f"""
+there is nothing like it here | torch_autocast elasticity curriculum_learning data_efficiency compression_training
+    sparse_attention progressive_layer_drop | {OFF}
+use bf16 or fp16 | amp | {OFF}
+train_tp.py splits layers | tensor_parallel | {OFF}
+the schedule is --steps, --warmup-steps and --min-lr | scheduler | {OFF}
+weights stay on the GPU; stage 3 shards them | zero_optimization.offload_param. device | "none"
+write "offload_optimizer": {{"device": "cpu"}} | zero_optimization. cpu_offload | false
+all of the optimizer state moves | zero_optimization.offload_optimizer. ratio | 1 or 1.0
+weights are sharded over all ranks | zero_optimization. zero_hpz_partition_size | 0 or 1
+AdamW corrects the bias and keeps decay out of the loss | optimizer.params. bias_correction adam_w_mode | true
+masters, moments and sums are float32, nothing is quantized | fp16. fp16_master_weights_and_grads
+    consecutive_hysteresis zero_optimization. zero_quantized_weights zero_quantized_gradients | false
 """
 RULES = {key: ("", kind) for key, (kind, _, _) in USED.items()}  # key -> (why, kind or the values allowed)
-for line in OTHERS.replace("\n    ", " ").strip().splitlines():
-    why, kind, words = line.split(" | ")
+for line in (IGNORED + REFUSED[1:]).replace("\n    ", " ").strip().splitlines():
+    why, words, kind = (line + " | any").split(" | ")[:3]
     section = ""
     for word in words.split():
-        if word.endswith("."):
-            section = word
-        else:
+        section = word if word.endswith(".") else section
+        if word != section:
             RULES[section + word] = why, kind
 RULES |= {key.rpartition(".")[0]: ("", "section") for key in RULES if "." in key}
 
@@ -118,16 +119,13 @@ def account(path: str, tree: dict, section: str = "") -> tuple[dict[str, object]
     used, notes = {}, []
     for name in sorted(tree, key="params".__eq__):  # params last: a type that is refused explains them
         key, value = section + name, tree[name]
-        if name.startswith("_"):
-            notes.append(f"{key} is a comment: ignored")
-            continue
-        if key not in RULES:
+        if key not in RULES and not name.startswith("_"):
             here = {n.removeprefix(section): n for n in RULES if n.rpartition(".")[0] == section.rstrip(".")}
             known = {n.rpartition(".")[2]: n for n in RULES} | here
             near = difflib.get_close_matches(name, known, 1, 0.75)
             hint = f"did you mean {known[near[0]]}?" if near else f"allowed there are {', '.join(here)}"
             raise UserError(f"{path}: unknown key {key}; {hint}")
-        why, kind = RULES[key]
+        why, kind = RULES.get(key, ("it is a comment", "any"))
         allowed, test = KINDS.get(kind, (kind, lambda v, kind=kind: json.dumps(v) in kind.split(" or ")))
         if value == AUTO and kind not in ("section", "any"):
             notes.append(f"{key} is auto: our default")
@@ -159,9 +157,7 @@ def complete_batch(path: str, used: dict[str, object], dp: int, given: dict[str,
         factors = {"micro": micro, "accumulation": accum, "data-parallel ranks": dp}
         product = " x ".join(f"{name} {value}" for name, value in factors.items() if value)
         verdict = "!=" if micro and accum else "is not a multiple of"
-        raise UserError(
-            f"{path}: {BATCH[0]} {train} {verdict} {product} = {per_step}; change one of {', '.join(BATCH)}"
-        )
+        raise UserError(f"{path}: {BATCH[0]} {train} {verdict} {product} = {per_step}; change one of these")
     return {"global_batch": train, "micro_batch": micro or train // per_step}
 
 

@@ -27,10 +27,10 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from checkpoint import Piece, describe, find_checkpoint, fsync, read_boxes, read_index, read_meta, verify, whole_piece
-from model import ModelConfig, load_config, params
+from checkpoint import Piece, describe, find_checkpoint, read_boxes, read_index, read_meta, verify, whole_piece
+from model import FROM_HF, ModelConfig, load_config, params
 from support.flags import UserError, run_cli
-from support.prepare import load_tokenizer
+from support.prepare import load_tokenizer, new_folder
 from support.tokens import sniff
 
 FILE_BYTES = 5_000_000_000  # of tensors in one file: what an export needs in host memory, and the size the hub asks for
@@ -120,35 +120,37 @@ def load_hf(path: str | Path, pieces: dict[str, Piece], model_cfg: ModelConfig) 
         for name in files[file].keys():  # noqa: SIM118 (no dict)
             if _bare(name) in found:
                 problems.append(f"twice: {name}")
-            found[_bare(name)] = (name, file, files[file].get_slice(name))
+            found[_bare(name)] = (file, files[file].get_slice(name))
     for name in [n for n in found if n.endswith("rotary_emb.inv_freq")]:
         del found[name]  # Llama-2 era files carry the table that rope_theta gives
     wanted = {_bare(hf_name(name)): param.shape for name, param in params(model_cfg).items()}
     if model_cfg.tie and "lm_head.weight" in found:  # some writers store a tied head all the same
-        head, embedding = found.pop("lm_head.weight")[2], found.get("embed_tokens.weight", (None, None, None))[2]
+        head, embedding = found.pop("lm_head.weight")[1], found.get("embed_tokens.weight", (None, None))[1]
         if embedding is not None and not torch.equal(head[:], embedding[:]):
             problems.append("lm_head.weight differs from embed_tokens.weight, which config.json says are one")
-    if missing := [name for name in wanted if name not in found]:
-        problems.append("missing: " + _some(missing))
-    if left := [found[name][0] for name in found if name not in wanted]:
-        problems.append("left over: " + _some(left))
+    shapes = {name: tuple(tensor.get_shape()) for name, (_, tensor) in found.items()}
+    problems += differences(wanted, shapes)
     for name in wanted.keys() & found.keys():
-        stored, shape, dtype = found[name][0], tuple(found[name][2].get_shape()), found[name][2].get_dtype()
-        if shape != wanted[name]:
-            problems.append(f"{stored} has shape {shape}, expected {wanted[name]}")
-        if dtype not in FLOATS:
-            problems.append(f"{stored} is {dtype}, allowed are {', '.join(FLOATS)}")
+        if (dtype := found[name][1].get_dtype()) not in FLOATS:
+            problems.append(f"{name} is {dtype}, allowed are {', '.join(FLOATS)}")
     if problems:
         raise UserError(f"{path}: {'; '.join(problems[:20])}")
 
     for name, piece in pieces.items():
         for offsets, box in piece.boxes:
-            part = found[_bare(hf_name(name))][2][tuple(slice(o, o + n) for o, n in zip(offsets, box.shape))]
+            part = found[_bare(hf_name(name))][1][tuple(slice(o, o + n) for o, n in zip(offsets, box.shape))]
             box.copy_(part)  # into the box's dtype: bf16 files fill fp32 masters exactly
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+def differences(wanted: dict[str, tuple], found: dict[str, tuple]) -> list[str]:
+    """What is wrong with the names and shapes that were found."""
+    problems = []
+    sides = {"missing": [n for n in wanted if n not in found], "left over": [n for n in found if n not in wanted]}
+    for what, names in sides.items():
+        if names:
+            problems.append(f"{what}: {', '.join(names[:20])}" + f" and {len(names) - 20} more" * (len(names) > 20))
+    shapes = [name for name in wanted if name in found and found[name] != wanted[name]]
+    return problems + [f"{name} has shape {found[name]}, expected {wanted[name]}" for name in shapes]
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
@@ -164,11 +166,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Callable[[str], Tensor]]:
         raise UserError(f"{path / 'meta.json'}: no model of this version in it ({error})") from None
     shapes = {name: param.shape for name, param in params(cfg).items()}
     weights = {name: piece for name, piece in saved.items() if not name.startswith(("exp_avg.", "exp_avg_sq."))}
-    problems = [f"missing: {_some(m)}"] if (m := [n for n in shapes if n not in weights]) else []
-    problems += [f"left over: {_some(m)}"] if (m := [n for n in weights if n not in shapes]) else []
-    differ = [n for n, p in weights.items() if n in shapes and p.shape != shapes[n]]
-    problems += [f"{n} has shape {weights[n].shape}, expected {shapes[n]}" for n in differ]
-    if problems:
+    if problems := differences(shapes, {name: piece.shape for name, piece in weights.items()}):
         raise UserError(f"{path} does not fit the model in its meta.json: {'; '.join(problems[:20])}")
     if problems := verify(path):
         raise UserError(f"{path} is not intact: {'; '.join(problems)}")
@@ -205,22 +203,13 @@ def hf_config(cfg: ModelConfig, dtype: str, tokenizer: str | None) -> dict:
             end = load_tokenizer(tokenizer).eot_token
         except UserError as error:  # no network: the weights are right all the same
             print(f"note: end-of-text id unknown, {error}")
-    return {
+    sizes = {FROM_HF.get(name, name): value for name, value in dataclasses.asdict(cfg).items() if name != "dropout"}
+    return sizes | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": cfg.n_layer,
-        "num_attention_heads": cfg.n_head,
-        "num_key_value_heads": cfg.n_kv_head,
         "head_dim": cfg.head_dim,
-        "hidden_size": cfg.n_embd,
-        "intermediate_size": cfg.n_ff,
         "hidden_act": "silu",
-        "vocab_size": cfg.vocab_size,
-        "max_position_embeddings": cfg.seq_len,
-        "rope_theta": cfg.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},  # where transformers 5 looks for it
-        "rms_norm_eps": cfg.norm_eps,
-        "tie_word_embeddings": cfg.tie,
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
@@ -255,10 +244,7 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
         files[-1].append(name)
         nbytes, filled = nbytes + size, filled + size
 
-    temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(out.absolute()) as temporary:
         if (free := shutil.disk_usage(temporary).free) < nbytes:
             raise UserError(f"{out} needs {nbytes} bytes, {free} bytes are free")
         config = temporary / "config.json"
@@ -268,20 +254,16 @@ def to_hf(path: Path, out: Path, dtype: str) -> int:
             file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
             tensors = {hf_name(name): read(name).to(target) for name in names}
             metadata = {"format": "pt"}  # transformers refuses a file without it
-            safetensors.torch.save_file(tensors, temporary / file, metadata)
+            try:
+                safetensors.torch.save_file(tensors, temporary / file, metadata)
+            except safetensors.SafetensorError as error:  # the disk's, in other words
+                raise OSError(f"{error}; it needs {nbytes} bytes") from None
             (temporary / file).chmod(config.stat().st_mode)  # safetensors lets nobody but the owner read
             where |= dict.fromkeys(tensors, file)
         if len(files) > 1:
             index = {"metadata": {"total_size": nbytes}, "weight_map": where}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         load_hf(temporary, {}, cfg)
-        for file in (*temporary.iterdir(), temporary):
-            fsync(file)
-        temporary.rename(out)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {error}; it needs {nbytes} bytes") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return nbytes
 
 

@@ -66,14 +66,12 @@ class Offload(OnDevice):
         super().__init__(run, strategy, shares)
         self.cuda = run.device.type == "cuda"
         self.waits = run.cfg.overlap and strategy.updates_may_wait
-        self.host = host_memory(
-            HOST_TENSORS * run.master_dtype.itemsize * sum(shares), self.cuda
-        )  # locked while this lives
+        nbytes = HOST_TENSORS * run.master_dtype.itemsize * sum(shares)
+        self.host = host_memory(nbytes, self.cuda)  # locked while this lives
         self.free = self.host.view(run.master_dtype)
         self.home_grad: dict[str, Tensor] = {}
-        self.due: dict[
-            str, tuple[int, float, float]
-        ] = {}  # of buckets whose update is still to be made: step()'s arguments
+        # of buckets whose update is still to be made: step()'s arguments
+        self.due: dict[str, tuple[int, float, float]] = {}
         if self.cuda:
             if torch.get_num_threads() > 4:  # an update waits for its slowest thread: others load data, drive the GPU
                 torch.set_num_threads(torch.get_num_threads() - 2)

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +39,7 @@ FITS, BARELY = 0.9, 0.97  # of the card's memory, by prediction: it has to hold 
 CLOSE = 0.03  # in speed: machines of one kind differ by as much
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     """plan.py's flags; the comment behind a field is its --help text."""
 
@@ -70,7 +69,7 @@ def machine_of(cfg: Config) -> Machine:
     return dataclasses.replace(box, room=memory_there(torch.device("cuda")))
 
 
-@dataclass
+@dataclasses.dataclass
 class Layout:
     """One way to run the model."""
 
@@ -102,17 +101,15 @@ class Layout:
 def build(name: str, script, flags: dict, box: Machine) -> Layout:
     """Ask the script. Raises UserError where it would."""
     cfg, world = script.Config(**flags), box.gpus * box.nodes
-    run = Run(cfg, 0, world, torch.device("cuda"))
-    run = dataclasses.replace(run, **fill(cfg, world, *(flags.get(axis, 1) for axis in ("tp", "pp", "cp"))))
+    run = Run(cfg, 0, world, torch.device("cuda"), **fill(cfg, world, *(flags.get(x, 1) for x in ("tp", "pp", "cp"))))
     run.copy_engine = (flags.get("stage", 0) >= 2 or run.pp > 1) and world > 1 and box.nodes == 1 and box.peer
     train_tp.check_layout(run)
     train_cp.check_length(run)
     ranks = [dataclasses.replace(run, rank=stage * run.tp) for stage in range(run.pp)]
     run, (memory, traffic) = max(((r, script.predict(r)) for r in ranks), key=lambda found: sum(found[1][0].values()))
-    host = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run))) * box.gpus
-    return Layout(
-        name, script.__name__, flags, run, memory, host * ("offload" in flags), *step_seconds(run, traffic, box)
-    )
+    shares = HOST_TENSORS * run.master_dtype.itemsize * sum(train_zero.shares(run, held_by(run)))
+    host = shares * box.gpus * ("offload" in flags)
+    return Layout(name, script.__name__, flags, run, memory, host, *step_seconds(run, traffic, box))
 
 
 def kinds(world: int) -> list[tuple[str, object, dict]]:
@@ -137,8 +134,7 @@ def best(kind: tuple, cfg: Config, box: Machine) -> Layout | None:
     """Of a form the fastest that fills no more than 90 % of the card, else the smallest. None: not legal here."""
     (name, script, flags), found = kind, []
     given = {key: getattr(cfg, key) for key in ("model", "seq_len", "dtype", "global_batch") if getattr(cfg, key)}
-    if not load_config(cfg.model).vocab_size:
-        given["vocab_size"] = 257  # bytes, as in tiny's own corpus
+    given |= {} if load_config(cfg.model).vocab_size else {"vocab_size": 257}  # bytes, as in tiny's own corpus
     for micro in (1, 2, 4, 8, 16, 32, 64):
         for again in ("none", "selective", "full"):
             more = {"micro_batch": micro} | ({} if again == "none" else {"recompute": again})
@@ -161,7 +157,8 @@ def plan(cfg: Config, box: Machine) -> tuple[list[Layout], Layout | None]:
         raise UserError(f"no layout of {box.gpus * box.nodes} cards divides this model and batch")
     limit = FITS if min(x.full for x in layouts) <= FITS else BARELY
     fastest = max((x.rate for x in layouts if x.full <= limit), default=0)
-    take = next((x for x in layouts if x.full <= limit and x.rate >= (1 - CLOSE) * fastest), None)
+    close = [x for x in layouts if x.full <= limit and x.rate >= (1 - CLOSE) * fastest]
+    take = min(close, key=lambda x: x.run.cfg.recompute != "none", default=None)  # the first without it, if any
     return sorted(layouts, key=lambda x: (x.full > BARELY, -x.rate)), take
 
 

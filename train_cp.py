@@ -36,7 +36,8 @@ One step:
 
 Bytes per block, micro-batch and rank: 3 (N-1) S, S being keys and values of the own tokens: B T/N x 2 KV heads x head
 size x 2 in bf16, 4,096 per token for 6b; attention hides them from about 1,500 tokens per rank on (estimate). Full
-recomputation sends keys once more. Direct sends, not a relay: the same bytes, and gradients come home in one hop.
+recomputation sends keys once more. Direct sends, not a relay: the same bytes, and gradients come home in one hop. GPUs
+of one host move them by their copy engines (transport.py).
 
 Papers: Liu et al., Ring Attention (arXiv 2310.01889); Dao, FlashAttention-2 (2307.08691); zigzag: Zhu, 2024.
 """
@@ -55,7 +56,7 @@ import model as gpt
 import train_zero
 from checkpoint import Checkpointer
 from data import Batches, evaluate
-from model import GPT, Block, dropout, dropout_keys, flops_per_token
+from model import GPT, Block, dropout_keys, flops_per_token, fused_parts
 from optim import LossScaler, gradient_factor, lr_at
 from support.flags import UserError
 from support.meter import Meter, at, say
@@ -63,7 +64,7 @@ from support.resume import check_replicas, progress, resume, rng_state
 from support.run import Run
 from support.start import end, explain, run_script, start, stop_asked
 from train_zero import Zero1, Zero2, Zero3
-from transport import all_reduce
+from transport import PeerSwaps, Swaps, all_reduce
 
 
 @dataclass
@@ -101,38 +102,6 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores + torch.full_like(scores[0, 0], -math.inf).triu(1) if causal else scores
 
 
-aten = torch.ops.aten
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-
-
-def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool):
-    seed, lengths = torch.zeros(2, dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
-    backward = aten._scaled_dot_product_flash_attention_backward
-    return backward(grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed)
-
-
-def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse.squeeze(-1)
-
-
-def cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool):
-    seed, lengths = torch.zeros((), dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
-    backward = aten._scaled_dot_product_cudnn_attention_backward
-    return backward(grad, q, k, v, out, lse[..., None], seed, seed, None, None, None, *lengths, 0.0, causal)
-
-
-def choose_kernels(run: Run) -> tuple:
-    """Fused ones know bf16 and fp16 only; cuDNN's are 1.7 times as fast on Hopper, their backward not deterministic."""
-    if run.device.type == "cpu" or run.dtype in (torch.float32, torch.float64):
-        return plain, plain_backward
-    hopper = torch.cuda.get_device_capability(run.device) >= (9, 0)
-    return (cudnn, cudnn_backward) if hopper and not run.cfg.deterministic else (flash, flash_backward)
-
-
 # --- the idea: the ring -----------------------------------------------------------------------------------------------
 
 
@@ -145,21 +114,10 @@ class Ring:
     def __init__(self, run: Run):
         self.group = run.group("ring", lambda place: place[:2])
         self.n, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.forward_part, self.backward_part = choose_kernels(run)
-
-    def swap(self, mine: Tensor, there: int, what: str) -> tuple[Tensor, list]:
-        """Start sending `mine` to the rank `there` places on -> what comes from as far before, and what to wait for."""
-        received = torch.empty_like(mine)
-        with at("send", what, mine.nbytes):  # both at once: neither waits for the other to receive first
-            ends = (dist.isend, mine, self.rank + there), (dist.irecv, received, self.rank - there)
-            ops = [dist.P2POp(op, t, group=self.group, group_peer=peer % self.n) for op, t, peer in ends]
-            return received, dist.batch_isend_irecv(ops)
-
-    @staticmethod
-    def wait(works: list, what: str) -> None:
-        with at("wait", what):
-            for work in works:
-                work.wait()
+        engine = run.copy_engine and self.n > 1
+        self.swap = PeerSwaps(self.group, run, n_keys_and_values(run), run.dtype) if engine else Swaps(self.group)
+        fused = fused_parts(run.device, run.dtype, run.cfg.deterministic)
+        self.forward_part, self.backward_part = fused or (plain, plain_backward)
 
     def turns(self, k: Tensor, v: Tensor):
         """For s = 0 .. N-1: s, the keys and values of the rank s before, which of the own queries and of these take
@@ -169,45 +127,42 @@ class Ring:
         coming = self.swap(mine, 1, "keys and values") if self.n > 1 else None
         yield 0, mine, everything, everything
         for s in range(1, self.n):
-            theirs, works = coming
-            self.wait(works, "keys and values")
+            theirs = coming()
             coming = self.swap(mine, s + 1, "keys and values") if s + 1 < self.n else None
             earlier = s <= self.rank
             yield s, theirs, everything if earlier else second, first if earlier else everything
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> out (B, H, t, hd), and lse (B, H, t), both of the whole softmax."""
-        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = (torch.empty_like(x, dtype=torch.promote_types(q.dtype, torch.float32)) for x in (q, q[..., 0]))
         for s, theirs, rows, columns in self.turns(k, v):
             part, part_lse = self.forward_part(q[:, :, rows], *theirs[..., columns, :], s == 0)
             if s == 0:
-                out, lse = part.to(wide), part_lse.to(wide, copy=True)
+                out[:], lse[:] = part, part_lse
                 continue
             merged = torch.logaddexp(lse[:, :, rows], part_lse)
             old, new = (lse[:, :, rows] - merged).exp()[..., None], (part_lse - merged).exp()[..., None]
-            out[:, :, rows] = out[:, :, rows] * old + part * new
+            out[:, :, rows].mul_(old).addcmul_(part, new)  # in place: these passes over memory are what merging costs
             lse[:, :, rows] = merged
-        return out.to(q.dtype, copy=True), lse  # an operator's outputs may not alias
+        return out.to(q.dtype), lse
 
     def attend_backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
         """-> gradients of q, k, v. Those of other ranks' keys go home and are added there in the order of the turns."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        home = []
+        grad_q, home = torch.empty_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), []
         for s, theirs, rows, columns in self.turns(k, v):
             ours = (t[:, :, rows].contiguous() for t in (out, lse))  # an lse that is a view is read wrongly
             dq, *dkv = self.backward_part(grad[:, :, rows], q[:, :, rows], *theirs[..., columns, :], *ours, s == 0)
             if s == 0:
-                grad_q, grad_kv = dq.to(wide, copy=True), torch.stack(dkv).to(wide)
+                grad_q[:], grad_kv = dq, torch.stack(dkv).to(grad_q.dtype)
                 continue
             grad_q[:, :, rows] += dq
             full = torch.zeros_like(theirs)
             full[..., columns, :] = torch.stack(dkv)
-            home.append((full, *self.swap(full, -s, "their gradients")))
-        for _, received, works in home:  # full is kept until it has been sent
-            self.wait(works, "their gradients")
-            grad_kv += received
+            home.append((full, self.swap(full, -s, "their gradients")))
+        for _, arrived in home:  # full is kept until it has been sent
+            grad_kv += arrived()
         grad_k, grad_v = grad_kv.to(q.dtype)
-        return grad_q.to(q.dtype), grad_k.clone(), grad_v.clone()
+        return grad_q.to(q.dtype), grad_k.clone(), grad_v.clone()  # an operator's outputs may not alias
 
 
 # One opaque operator: a block that is compiled holds the ring as one step, and selective recomputation can keep it. It
@@ -261,11 +216,6 @@ class RingBlock(Block):
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q.contiguous(), k.contiguous(), v.contiguous(), self.ring)[0]
 
-    def body(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None, half: str) -> Tensor:
-        attended = self.attention(self.attn_norm(x), cos, sin, self.core)
-        x = x + dropout(attended, self.dropout, keys, self.layer, 0, self.positions)
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, keys, self.layer, 1, self.positions)
-
 
 class ContextParallelGPT(GPT):
     """GPT on this rank's tokens of each sequence; its loss and its targets are theirs alone."""
@@ -284,9 +234,6 @@ class ContextParallelGPT(GPT):
         for block in self.blocks:
             block.positions, block.ring = self.positions, self.run.number
 
-    def embed(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        return dropout(self.tok_emb(x), self.cfg.dropout, keys, self.embed_layer, 0, self.positions)
-
     def forward(self, x: Tensor, y: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x, y (B, T), the whole sequences, of which this rank takes its part -> its summed loss, its targets."""
         return self.forward_part(x[:, self.positions], y[:, self.positions], keys)
@@ -295,15 +242,20 @@ class ContextParallelGPT(GPT):
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
+def n_keys_and_values(run: Run) -> int:
+    """Elements that a rank sends at once: keys and values of its tokens of a micro-batch, in one block."""
+    m = run.model_cfg
+    return 2 * run.cfg.micro_batch * m.seq_len // run.cp * m.n_kv_head * m.head_dim
+
+
 def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
     """Bytes held by term, and the collectives of one step as (operation, unit, payload bytes)."""
     m, cfg, own = run.model_cfg, run.cfg, run.model_cfg.seq_len // run.cp
     memory, traffic = train_zero.predict(dataclasses.replace(run, model_cfg=dataclasses.replace(m, seq_len=own)))
-    tokens = cfg.micro_batch * own
-    S = 2 * tokens * m.n_kv_head * m.head_dim * run.dtype.itemsize
-    wide = torch.promote_types(run.dtype, torch.float32).itemsize
-    memory["keys and values on their way"] = (2 * run.cp + 1) * S if run.cp > 1 else S  # backward's last turn
-    memory["attention's sums"] = 2 * tokens * m.n_embd * wide
+    S = n_keys_and_values(run) * run.dtype.itemsize
+    # in backward's last turn; by copy engines they lie in two places more
+    memory["keys and values on their way"] = (2 * run.cp + 1 + 2 * run.copy_engine) * S if run.cp > 1 else S
+    memory["attention's sums"] = 2 * cfg.micro_batch * own * m.n_embd * run.master_dtype.itemsize
     times = (run.cp - 1) * m.n_layer * run.accum
     keys = ("send", "keys and values", S)
     return memory, [keys] * times * (2 + (cfg.recompute == "full")) + [("send", "their gradients", S)] * times + traffic

@@ -146,9 +146,8 @@ def cut(model_cfg: ModelConfig, stages: int, chunks: int = 1, by_hand: str = "")
     else:
         head = 6 * model_cfg.vocab_size * model_cfg.n_embd
         block, mlp = (flops_per_token(model_cfg) - head) / model_cfg.n_layer, 18 * model_cfg.n_embd * model_cfg.n_ff
-        cost = list(
-            accumulate([0, *[1 - mlp / block, mlp / block] * model_cfg.n_layer])
-        )  # of the first k halves, in blocks
+        halves = [1 - mlp / block, mlp / block] * model_cfg.n_layer
+        cost = [*accumulate([0, *halves])]  # of the first k halves, in blocks
         cost[n] += head / block
         # for each e, the best ends of s stages that hold the first e halves; by a high power the slowest counts most
         best = {e: (cost[e] ** 32, [e]) for e in range(chunks, n + 1)}

@@ -443,7 +443,7 @@ def check(run: Run) -> None:
         raise UserError("--stage 0 shares nothing out, so there is nothing to --offload; allowed with --stage 1, 2, 3")
     if cfg.stage > 0 and cfg.allreduce != "torch":
         raise UserError(f"--allreduce {cfg.allreduce}: stages 1 to 3 reduce by exchange; allowed with --stage 0")
-    choose_copy_engine(run, cfg.stage >= 2)
+    choose_copy_engine(run, cfg.stage >= 2 or run.cp > 1)
 
 
 def main(cfg: Config, group: dist.ProcessGroup | None = None) -> list[dict]:

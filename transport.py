@@ -10,6 +10,7 @@ Everything here counts the bytes it is handed (support/meter.py). The strategies
 
     Collectives | CopyEngines   all_gather, exchange    what ZeRO needs
     Link | PeerLink (links.py)  isend, recv             what a pipeline needs, one direction between two stages
+    Swaps | PeerSwaps           swap                    what a ring needs, with each of its ranks in turn
 
 An exchange is an all_to_all: rank r gets everyone's piece r and adds the pieces itself, in fp32 and in the order of the
 ranks, which makes a reduce_scatter of bf16 gradients that loses nothing, and gives the same bits every time.
@@ -18,6 +19,7 @@ Copy engines are built on torch's symmetric memory: https://docs.pytorch.org/doc
 """
 
 import socket
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -108,6 +110,61 @@ class CopyEngines(Collectives):
         next(iter(self.memories.values())).barrier()
 
 
+class Swaps:
+    """Between ranks that sit in a ring; each calls alike, with a tensor of the same shape."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.n, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def __call__(self, mine: Tensor, there: int, what: str) -> Callable[[], Tensor]:
+        """Start sending `mine` to the rank `there` places on -> a function: waits for what comes from as far before.
+
+        Until then `mine` is kept as it is.
+        """
+        received = torch.empty_like(mine)
+        with at("send", what, mine.nbytes):  # both at once: neither waits for the other to receive first
+            ends = (dist.isend, mine, self.rank + there), (dist.irecv, received, self.rank - there)
+            ops = [dist.P2POp(op, t, group=self.group, group_peer=peer % self.n) for op, t, peer in ends]
+            works = dist.batch_isend_irecv(ops)
+
+        def arrived() -> Tensor:
+            with at("wait", what):
+                for work in works:
+                    work.wait()
+            return received
+
+        return arrived
+
+
+class PeerSwaps(Swaps):
+    """The same by copy engines: the sender lays out what the receiver then fetches, in two places used in turn.
+
+    numel: of a tensor. All ranks of the run make this at once, and call alike in all its rings.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, run: Run, numel: int, dtype: torch.dtype):
+        super().__init__(group)
+        self.memory, self.fetched, self.place = PeerMemory(2 * numel, dtype, run), [None, None], 0
+        world = dist.get_process_group_ranks(run.world or dist.group.WORLD)
+        self.sources = [self.memory.of[world.index(rank)].split(numel) for rank in dist.get_process_group_ranks(group)]
+
+    def __call__(self, mine: Tensor, there: int, what: str) -> Callable[[], Tensor]:
+        received, self.place = torch.empty_like(mine), 1 - self.place
+        with at("send", what, mine.nbytes):
+            if before := self.fetched[self.place]:
+                before.wait()  # behind its barrier all have read what lies here
+            self.sources[self.rank][self.place].copy_(mine.view(-1))
+            source = self.sources[(self.rank - there) % self.n][self.place]
+            fetched = self.fetched[self.place] = self.memory.fetch([(received.view(-1), source)], settled=False)
+
+        def arrived() -> Tensor:
+            with at("wait", what):
+                fetched.wait()
+            return received
+
+        return arrived
+
+
 def open_transport(run: Run) -> Collectives | CopyEngines:
     """What run.copy_engine says."""
     return CopyEngines(run) if run.copy_engine else Collectives(run)
@@ -121,8 +178,8 @@ def choose_copy_engine(run: Run, possible: bool) -> None:
     run.copy_engine = possible and run.cfg.copy_engine is not False and reachable(run)
     if run.cfg.copy_engine and not run.copy_engine:
         raise UserError(
-            "--copy-engine is for ZeRO stages 2 and 3 and for pipelines, on two or more GPUs of one host that can read "
-            "each other's memory"
+            "--copy-engine is for ZeRO stages 2 and 3, pipelines and rings, on two or more GPUs of one host that can "
+            "read each other's memory"
         )
 
 

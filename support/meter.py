@@ -342,7 +342,8 @@ def advice(splits: list[dict[str, float]], run: Run) -> list[str]:
         found.append(f"rank {rank} waits for communication {share:.0%} of the time: {change}")
     if uneven:
         change = "--stages moves blocks" if run.pp > 1 else "a throttled or shared card, or a slow disk there?"
-        found.append(f"rank {slowest} works {own[slowest] / median - 1:.0%} longer than the others wait: {change}")
+        more = own[slowest] / median - 1
+        found.append(f"rank {slowest} works {more:.0%} longer than the median rank, the others wait for it: {change}")
     share, rank = worst("bubble")
     if share > 0.2:
         found.append(f"rank {rank} is idle {share:.0%} of the time: more micro-batches a step, at least 4 per stage")

@@ -6,15 +6,15 @@
 Inputs by suffix: .jsonl .ndjson .json (a {"text": ...} or {"ids": [...], "mask": [...]} per line), .parquet (a text
 column), .npy and .bin (token ids); any other file that is named, and those with a suffix of TEXT in a folder, is one
 document of UTF-8 text. Lines and text may be compressed (.gz, .bz2, .xz). Folders are read in sorted order, with those
-below; hidden files are left out, and so is what is not understood there: both are counted. Token files with "val" in
-their name go to the val split.
+below; hidden files are left out, and so is what is not understood there: both are counted. Where some files have
+"train" in their name, those with "val" or "validation" in theirs are the val split.
 
 Text is encoded as ordinary text (an "<|endoftext|>" in it is no end mark), each document followed by one end-of-text
 id. Ready-made ids bring their own end marks. Documents that are empty or blank are left out and counted.
 
-The result is a folder: train.bin and val.bin, headerless little-endian uint16 (uint32 above 65,536 ids), cut into
-train-00000.bin ... above 1 GiB, train.mask beside where targets are masked, and meta.json, which says what it is.
-Memory is bounded, whatever the size of the input.
+The result is a folder: train.bin and val.bin, headerless little-endian uint16 (uint32 above 65,536 ids), train.mask
+beside where targets are masked, and meta.json, which says what it is. Memory is bounded, whatever the size of the
+input.
 """
 
 import bz2
@@ -27,32 +27,32 @@ import json
 import lzma
 import os
 import re
+import secrets
 import shutil
 import sys
 import sysconfig
-import tempfile
 import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
 
 from checkpoint import fsync
 from support.flags import UserError
-from support.tokens import FORMAT, in_split, raw_shard, read_meta, sniff
+from support.tokens import FORMAT, guess_dtype, in_split, mapped, raw_shard, read_meta, sniff
 
-os.umask(UMASK := os.umask(0))  # the only way to read it; mkdtemp makes folders that nobody else may read
-SHARD_BYTES = 1 << 30
 PIECE = 1 << 18  # characters one thread encodes at a time: about 50 ms of work, small enough to bound memory
 TEXT = tuple(".txt .text .md .rst .tex .py .c .h .cc .cpp .cu .js .ts .java .go .rs .sh .html".split())
 LINES, IDS = (".jsonl", ".ndjson", ".json"), (".npy", ".bin")
-PACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # as tokens.sniff names them
+PACKED = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}  # as sniff() names them
+DAMAGE = (EOFError, OSError, ValueError, NotImplementedError, zlib.error, lzma.LZMAError)  # theirs, and pyarrow's
+SPLIT = "one object per line is read: jq -c . FILE for indented ones, '.[]' for an array, '.data[]' for {data: [...]}"
 
 # Where a long document may be cut so that every tiktoken pattern gives the same tokens as for the whole: before a space
 # that follows a non-space, or after a letter or digit that white space or CJK punctuation follows. No pattern matches
@@ -91,6 +91,7 @@ class Piece(NamedTuple):
     mask: np.ndarray | None = None  # for ids; 1: train on it
     first: bool = True  # here the document begins
     last: bool = True  # here it ends
+    val: bool = False  # it is of the val split by its file's name
 
 
 Bad = Callable[[str], None]  # what to do with a data error: raise, or count and go on
@@ -149,17 +150,12 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
                 yield from cut([row[field]], where)
             else:
                 found = {key: type(value).__name__ for key, value in document.items()} or f"a {type(row).__name__}"
-                other = next((f"; --text-field {key} takes that" for key in document if found[key] == "str"), "")
-                other = other or HOW_TO_SPLIT.format(path) * (number == 1 and not isinstance(row, dict | str))
-                raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}{other}')
+                other = next((f"--text-field {key} takes that" for key in document if found[key] == "str"), SPLIT)
+                raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}; {other}')
         except UnicodeDecodeError as error:
             bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
         except (ValueError, RecursionError) as error:
-            indented = isinstance(row, bytes) and row.strip() in (b"{", b"[", b"[{")
-            bad(f"{where}: {error}" + HOW_TO_SPLIT.format(path) * indented)
-
-
-HOW_TO_SPLIT = "; one object per line is read: jq -c '.[]' {} >lines.jsonl (of {{\"data\": [...]}}: jq -c '.data[]')"
+            bad(f"{where}: {error}" + f"; {SPLIT}" * isinstance(error, json.JSONDecodeError))
 
 
 def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
@@ -176,22 +172,17 @@ def parquet_column(path: str, file: BinaryIO, field: str) -> Iterator:
         yield from batch.column(0)
 
 
-def read_ids(path: str, file: BinaryIO, vocab_size: int | None) -> Iterator[Piece]:
+def read_ids(path: str, vocab_size: int | None) -> Iterator[Piece]:
     try:
         if path.lower().endswith(".npy"):
+            sniff(path, ".npy")
             ids = np.lib.format.open_memmap(path, mode="r")
         else:
-            try:
-                shard, (dtype, *_) = raw_shard(Path(path), "uint32" if (vocab_size or 0) > 1 << 16 else "")
-            except UserError as error:
-                if "looks like uint32" not in str(error):
-                    raise
-                shard, (dtype, *_) = raw_shard(Path(path), "uint32")
-            ids = np.memmap(path, dtype, "r", shard.offset, (shard.n_tokens,)) if shard.n_tokens else np.empty(0, dtype)
+            dtype = "uint32" if (vocab_size or 0) > 1 << 16 else guess_dtype(Path(path))
+            shard, (dtype, *_) = raw_shard(Path(path), dtype)
+            ids = mapped(path, dtype, shard.offset, shard.n_tokens)
         for a in range(0, max(1, ids.size), PIECE):
-            part = check_ids(np.asarray(ids)[a : a + PIECE], a, vocab_size)
-            file.seek(a * ids.itemsize)  # only for the progress
-            yield Piece(part, path, last=a + PIECE >= len(ids))
+            yield Piece(check_ids(np.asarray(ids)[a : a + PIECE], a, vocab_size), path, last=a + PIECE >= len(ids))
     except (ValueError, EOFError, IndexError) as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -207,39 +198,32 @@ def check_ids(ids: np.ndarray, start: int, vocab_size: int | None) -> np.ndarray
     return ids
 
 
-def find_files(inputs: list[str], with_ids: bool) -> tuple[list[str], Counter]:
+def find_files(inputs: list[str], field: str, with_ids: bool) -> tuple[list[str], Counter]:
     """Files to read in order, and how many in the folders were left, by suffix. A file that is named is always read."""
-    text, binary = (*TEXT, *LINES), (".parquet", *(IDS if with_ids else ()))
-    files, left = [], Counter()
+    wanted, files, left = (*TEXT, *LINES, ".parquet", *(IDS if with_ids else ())), [], Counter()
 
     def unreadable(error: OSError) -> None:
-        raise UserError(f"{error.filename}: {error.strerror}")
+        raise error
 
     for name in inputs:
         if not os.path.isdir(name):
-            if not os.path.isfile(name):
-                raise UserError(f"{name}: no such file or folder")
             files.append(name)
             continue
         for folder, folders, names in os.walk(name, onerror=unreadable):
-            hidden = [n for n in (*folders, *names) if n.startswith(".") or n == "__MACOSX"]
-            left["hidden"] += len(hidden)
-            folders[:], names = sorted({*folders} - {*hidden}), {*names} - {*hidden}
+            hidden = {n for n in (*folders, *names) if n.startswith(".") or n == "__MACOSX"}
+            folders[:] = sorted({*folders} - hidden)
             links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
-            left["link to a folder"] += len(links)  # not followed: it may lead back
-            for path in (os.path.join(folder, n) for n in sorted(names)):
-                if path.lower().endswith(".json") and not holds_lines(path):
-                    left[".json that is no data"] += 1
-                elif path.lower().endswith(binary) or unpacked(path).endswith(text):
-                    files += [path] if os.path.isfile(path) else []  # no dead links, no pipes
-                else:
+            left += {"hidden": len(hidden), "link to a folder": len(links)}  # not followed: it may lead back
+            for path in (os.path.join(folder, n) for n in sorted({*names} - hidden)):
+                if not unpacked(path).endswith(wanted):
                     left[Path(path).suffix.lower() or "no suffix"] += 1
-    files = list({os.path.realpath(file): file for file in files}.values())  # a document named twice is one
-    left = +left
+                elif path.lower().endswith(".json") and not holds_rows(path, field):
+                    left[f'.json that has no {{"{field}": ...}} per line'] += 1
+                else:
+                    files.append(path)
     if not files:
-        wanted = f"wanted {' '.join(text)} (also .gz .bz2 .xz) {' '.join(binary)}"
-        raise UserError(f"no files in {', '.join(inputs)}: {wanted}, found {dict(left)}")
-    return files, left
+        raise UserError(f"no files in {', '.join(inputs)}: wanted {' '.join(wanted)}, found {dict(left)}")
+    return list({os.path.realpath(file): file for file in files}.values()), left  # one that is named twice is one
 
 
 def unpacked(path: str) -> str:
@@ -247,49 +231,48 @@ def unpacked(path: str) -> str:
     return re.sub(r"\.(gz|bz2|xz)$", "", path.lower())
 
 
-def holds_lines(path: str) -> bool:
-    """Whether a .json file begins with an object on a line of its own; dataset_info.json and the like do not."""
-    with open(path, "rb") as file:
-        begin = file.readline(1 << 20).strip()
-    return not begin or (begin.startswith(b"{") and begin.endswith(b"}"))
+def holds_rows(path: str, field: str) -> bool:
+    """Whether a .json file begins with an object on a line of its own that can be read: dataset_info.json does not."""
+    with open(path, "rb") as file, suppress(ValueError, RecursionError):
+        row = json.loads(file.readline(1 << 26).decode("utf-8-sig"))
+        return isinstance(row, dict) and (field in row or "ids" in row)
+    return False
+
+
+def read_file(path: str, raw: BinaryIO, field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
+    name = path.lower()
+    if name.endswith(IDS):
+        return read_ids(path, vocab_size)
+    if name.endswith(".parquet"):
+        sniff(path, "parquet", file=raw)
+        return read_rows(path, parquet_column(path, raw, field), field, vocab_size, bad)
+    kind = sniff(path, *PACKED, file=raw)  # compressed by its bytes, whatever its name says
+    file = PACKED[kind](raw) if kind else raw
+    sniff(path, file=file)
+    if b"\0" in file.peek(512):  # not one bad byte that could be skipped
+        raise UserError(f"{path} is binary, wanted is UTF-8 text")
+    if unpacked(name).endswith(LINES):
+        return read_rows(path, file, field, vocab_size, bad)
+    return cut(decode(path, file, bad), path)
 
 
 def read_files(files: list[str], field: str, vocab_size: int | None, bad: Bad) -> Iterator[Piece]:
     """All pieces of all files in order. Reports the bytes read, as they lie on the disk, at most once a second."""
     total, before = sum(map(os.path.getsize, files)), 0
     begun = said = time.monotonic()
+    by_name = any(in_split("train", path) for path in files)
     for path in files:
-        name, last = path.lower(), True
-        kind = sniff(path, *(PACKED if unpacked(name) != name else ()), ".npy" if name.endswith(".npy") else "parquet")
+        last, val = True, by_name and in_split("val", path)
         with open(path, "rb") as raw:
-            file = PACKED[kind](raw) if kind in PACKED else raw
-            if name.endswith(IDS):
-                pieces = read_ids(path, raw, vocab_size)
-            elif name.endswith(".parquet"):
-                pieces = read_rows(path, parquet_column(path, raw, field), field, vocab_size, bad)
-            elif unpacked(name).endswith(LINES):
-                pieces = read_rows(path, file, field, vocab_size, bad)
-            else:
-                pieces = cut(decode(path, file, bad), path)
             try:
-                for piece in pieces:
-                    yield piece
+                for piece in read_file(path, raw, field, vocab_size, bad):
+                    yield piece._replace(val=True) if val else piece
                     last, now = piece.last, time.monotonic()
                     if now - said >= 1:
                         said, done = now, before + raw.tell()
-                        rate = max(1, done / (now - begun))
-                        left = f"{rate / 1e6:.1f} MB/s, {(total - done) / rate:.0f} s left"
-                        print(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {left}", file=sys.stderr, flush=True)
-            except (
-                EOFError,
-                zlib.error,
-                lzma.LZMAError,
-                OSError,
-                ValueError,
-                NotImplementedError,
-            ) as error:  # gzip's, pyarrow's
-                if isinstance(error, OSError) and error.errno:  # the disk's
-                    raise UserError(f"{path}: {error.strerror}") from None
+                        left = (now - begun) * (total / max(done, 1) - 1)
+                        print(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {left:.0f} s left", file=sys.stderr)
+            except DAMAGE as error:
                 bad(f"{path}: damaged file: {' '.join(str(error).split())}")
                 if not last:  # the document that broke off still gets its end mark
                     yield Piece("", path, first=False)
@@ -307,9 +290,7 @@ def batches(pieces: Iterator[Piece], val: float, seen: Counter) -> Iterator[tupl
                 continue
             n = seen["text"] + seen["ids"]
             # the floor steps up at the second document first: a small corpus, too, has something to validate on
-            split = "val" if (n - 1) * val // 1 > (n - 2) * val // 1 else "train"
-            if piece.where.endswith(IDS) and in_split("val", piece.where):
-                split = "val"
+            split = "val" if piece.val or (n - 1) * val // 1 > (n - 2) * val // 1 else "train"
             seen[kind] += 1
         first = piece.last
         waiting[split].append(piece)
@@ -345,73 +326,84 @@ def encode(batch: tuple[str, list[Piece]], encoding: tiktoken.Encoding, vocab_si
     return split, ids, mask, documents
 
 
-def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
-    """function(item) of each item. Unlike pool.map only `ahead` are begun before they are asked for: bounded memory."""
-    pending = deque()
-    for item in items:
-        pending.append(pool.submit(function, item))
-        if len(pending) > ahead:
-            yield pending.popleft().result()
-    for future in pending:
-        yield future.result()
+def in_order(function: Callable, items: Iterable) -> Iterator:
+    """function(item) of each item, by one thread per core; few are begun before they are asked for: bounded memory.
+
+    Threads, not processes: tiktoken drops the GIL, text is not copied, and a small input does not wait for spawns.
+    """
+    pending, threads = deque(), os.cpu_count()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 2 * threads:
+                yield pending.popleft().result()
+        for future in pending:
+            yield future.result()
 
 
-def append(folder: Path, split: str, meta: dict, ids: np.ndarray, mask: np.ndarray) -> None:
-    """Append tokens to the files of a split, of SHARD_BYTES each, and note them in its part of meta.json."""
-    room, shards = SHARD_BYTES // ids.itemsize, meta["shards"]
-    meta["tokens"] += len(ids)
-    while len(ids):
-        if not shards or shards[-1]["tokens"] == room:
-            shards.append({"file": f"{split}-{len(shards):05d}.bin", "mask": None, "tokens": 0})
-        shard = shards[-1]
-        n = min(len(ids), room - shard["tokens"])
-        if not shard["mask"] and not mask[:n].all():  # the first masked target of this shard: all before it count
-            shard["mask"] = shard["file"].replace(".bin", ".mask")
-            (folder / shard["mask"]).write_bytes(np.ones(shard["tokens"], np.uint8))
-        for name, values in ((shard["file"], ids), (shard["mask"], mask)):
-            if name:
-                with open(folder / name, "ab") as f:
-                    f.write(values[:n])
-        shard["tokens"] += n
-        ids, mask = ids[n:], mask[n:]
+def append(folder: Path, about: dict, ids: np.ndarray, mask: np.ndarray) -> None:
+    """Append tokens to a split's file; and to its mask, once there is a masked target: all before it count."""
+    if not len(ids):
+        return  # a split without documents has no file
+    if not about["mask"] and not mask.all():
+        about["mask"] = about["file"].replace(".bin", ".mask")
+        with open(folder / about["mask"], "wb") as file:
+            for a in range(0, about["tokens"], PIECE):
+                file.write(b"\1" * min(PIECE, about["tokens"] - a))
+    for name, values in ((about["file"], ids), (about["mask"], mask)):
+        if name:
+            with open(folder / name, "ab") as file:
+                file.write(values)
+    about["tokens"] += len(ids)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill. When the block ends, all of it is on the disk and is called `folder`; an error leaves nothing.
+
+    What killed processes have left beside it goes: told by locks, not by process ids, which two containers may share.
+    """
+    if folder.is_symlink() and folder.stat():  # which says so of a link that leads nowhere
+        folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in {file.parent for file in folder.parent.glob(f"{folder.name}.tmp-*/*.*")}:  # locked before it had files
+        with suppress(OSError), open(old / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old)
+    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    temporary.mkdir()
+    with open(temporary / "lock", "w") as lock:
+        with suppress(OSError):  # no locks here: then nobody can take it for dead either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield temporary
+            (temporary / "lock").unlink()
+            for path in (*temporary.iterdir(), temporary):
+                fsync(path)
+            temporary.rename(folder)
+            fsync(folder.parent)
+        except OSError as error:
+            raise UserError(f"{error.filename or f'cannot write {folder}'}: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def up_to_date(folder: Path, key: dict) -> bool:
     """Whether `folder` is a corpus made from these sources with these options; UserError if it holds anything else."""
-    old = read_meta(str(folder))[1] if folder.is_dir() else None
-    if old is None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and is no prepared corpus: choose another --out")
-        return False
-    was, now = ({**k, **k["sources"], "sources": None} for k in (old["key"], key))
-    names = [k for k in sorted({*was, *now}, reverse=True) if was.get(k) != now.get(k)]  # options before paths
-    if names:
-        found = "; ".join(f"{k} was {was.get(k, 'absent')}, now {now.get(k, 'absent')}" for k in names[:5])
-        advice = "remove it or choose another --out"
-        raise UserError(f"{folder} was prepared otherwise, {len(names)} differences ({found}): {advice}")
-    return True
-
-
-def temporary_for(folder: Path) -> tuple[Path, IO]:
-    """A new folder beside `folder`, locked as long as this process lives. Those that nobody holds any more go.
-
-    By locks, not by process ids: two containers have the same ones.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(f"{folder.name}.tmp-*/lock"):
-        with open(old, "a") as lock, suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old.parent, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    temporary.chmod(0o777 & ~UMASK)
-    lock = open(temporary / "lock", "a")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return temporary, lock
+    meta = read_meta(str(folder))[1] if folder.is_dir() else None
+    if meta is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is no prepared corpus: choose another --out")
+    differ = [name for name in key if meta and meta["key"].get(name) != key[name]]
+    if differ:
+        was = [f"{name} was {meta['key'].get(name)}, now {key[name]}" for name in differ if name != "sources"]
+        what = "; ".join(was + ["the sources are others now"] * ("sources" in differ))
+        raise UserError(f"{folder} was prepared otherwise ({what}): remove it or choose another --out")
+    return meta is not None
 
 
 def prepare(
     out: str, inputs: list[str], tokenizer: str | None = None, val: float = 0.0, on_error: str = "stop",
-    vocab_size: int | None = None, workers: int | None = None, text_field: str = "text",
+    vocab_size: int | None = None, text_field: str = "text",
 ) -> None:  # fmt: skip
     """Make the token folder `out`; nothing appears under that name before all of it is written and flushed.
 
@@ -419,22 +411,20 @@ def prepare(
     on_error "skip": bad lines and documents are counted and listed in meta.json, bad bytes of a text become U+FFFD.
     A folder made from the same inputs with the same options is left alone, one made otherwise is refused.
     """
-    folder, temporary, lock = Path(out).absolute(), None, None
-    files, left = find_files(inputs, vocab_size is not None)
+    folder = Path(out).absolute()
+    files, left = find_files(inputs, text_field, vocab_size is not None)
     files = [f for f in files if folder not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
     key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}
     if up_to_date(folder, key):
         print(f"{out} is up to date", file=sys.stderr)
         return
-    if not 0 <= val < 1:
-        raise UserError(f"--val {val}: a share of the documents, 0 <= val < 1")
-    if min(1 if n is None else n for n in (workers, vocab_size)) < 1:
-        raise UserError(f"--workers {workers}, --vocab-size {vocab_size}: both must be 1 or more")
+    if not 0 <= val < 1 or (vocab_size is not None and vocab_size < 1):
+        raise UserError(f"--val {val}, --vocab-size {vocab_size}: allowed are 0 <= val < 1, and 1 or more")
     encoding = load_tokenizer(tokenizer or "bytes")
     vocab = vocab_size or encoding.n_vocab
     dtype = "uint16" if vocab <= 1 << 16 else "uint32"
-    splits = {split: {"tokens": 0, "documents": 0, "shards": []} for split in ("train", "val")}
+    splits = {name: {"file": f"{name}.bin", "mask": None, "tokens": 0, "documents": 0} for name in ("train", "val")}
     skipped, seen = [], Counter()  # the first 1000 messages
 
     def bad(message: str) -> None:
@@ -444,43 +434,26 @@ def prepare(
         if len(skipped) < 1000:
             skipped.append(message)
 
-    # threads, not processes: tiktoken drops the GIL, text is not copied, and a small input does not wait for spawns
-    workers = workers or os.cpu_count()
-    pool = ThreadPoolExecutor(workers)
+    work = functools.partial(encode, encoding=encoding, vocab_size=vocab, dtype=dtype, bad=bad)
+    todo = batches(read_files(files, text_field, vocab_size, bad), val, seen)
     try:
-        temporary, lock = temporary_for(folder)
-        pieces = read_files(files, text_field, vocab_size, bad)
-        work = functools.partial(encode, encoding=encoding, vocab_size=vocab, dtype=dtype, bad=bad)
-        for split, ids, mask, documents in in_order(pool, work, batches(pieces, val, seen), 2 * workers):
-            append(temporary, split, splits[split], ids, mask)
-            splits[split]["documents"] += documents
-        if not splits["train"]["tokens"]:
-            count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
-            raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
-        for shard in (s["shards"][0] for s in splits.values() if len(s["shards"]) == 1):
-            for kind in ("file", "mask"):
-                if name := shard[kind]:  # the usual name, which nanoGPT reads too
-                    shard[kind] = (temporary / name).rename(temporary / name.replace("-00000", "")).name
-        meta = {"format": FORMAT, "tokenizer": tokenizer or ("bytes" if seen["text"] else "ids"), "vocab_size": vocab}
-        meta |= {"eot": encoding.eot_token if tokenizer or seen["text"] else None, "dtype": dtype, "splits": splits}
-        meta |= {"empty": seen["empty"], "left_out": dict(left), "skipped": seen["skipped"], "skipped_first": skipped}
-        (temporary / "meta.json").write_text(json.dumps(meta | {"key": key}, indent=1))
-        (temporary / "lock").unlink()
-        for path in (*temporary.iterdir(), temporary):
-            fsync(path)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not up_to_date(folder, key):  # made by another process meanwhile
-                raise
-        fsync(folder.parent)
-    except OSError as error:
-        raise UserError(f"{error.filename or temporary}: {error.strerror or error}") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-            lock.close()
+        with new_folder(folder) as temporary:
+            for split, ids, mask, documents in in_order(work, todo):
+                append(temporary, splits[split], ids, mask)
+                splits[split]["documents"] += documents
+            if not splits["train"]["tokens"]:
+                count = f"{len(files)} files, {seen['empty']} empty documents, {seen['skipped']} skipped {skipped[:1]}"
+                raise UserError(f"nothing for the train split in {', '.join(inputs[:5])}: {count}")
+            for about in splits.values():
+                about["shards"] = [dict(about)] if about["tokens"] else []
+            meta = {"format": FORMAT, "vocab_size": vocab, "dtype": dtype, "splits": splits, "key": key}
+            meta["tokenizer"] = tokenizer or ("bytes" if seen["text"] else "ids")
+            meta["eot"] = None if meta["tokenizer"] == "ids" else encoding.eot_token
+            meta |= {"empty": seen["empty"], "left_out": left, "skipped": seen["skipped"], "skipped_first": skipped}
+            (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+    except UserError:
+        if not up_to_date(folder, key):  # else made by another process meanwhile
+            raise
     counts = [f"{name} {s['tokens']:,} tokens in {s['documents']:,} documents" for name, s in splits.items()]
     print(f"{out}: {', '.join(counts)}; {vocab} ids, {dtype}", file=sys.stderr)
     if seen["empty"] or skipped or left:

@@ -389,6 +389,7 @@ def end(run: Run, stop: float, step: int) -> None:
         run.watchdog.close()
     if run.rank == 0:
         Path(run.out, "STOP").unlink(missing_ok=True)  # obeyed
+        run.lock.close()  # the next run of this process, or of another, may own the folder
     if stop:
         saved = f"the same command with --out {run.out} --resume auto goes on from there"
         saved = saved if run.cfg.save_every else "without --save-every nothing was saved"

@@ -4,10 +4,9 @@ import functools
 import hashlib
 import json
 import os
-import pickle
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -15,19 +14,19 @@ import torch
 from support.flags import UserError
 
 FORMAT = 1  # of a prepared folder
-PRINTABLE = [9, 10, 13, *range(32, 127)]  # ASCII
 LLMC = {20240520: (1, "uint16", "gpt2", 50257), 20240801: (7, "uint32", "llama-3", 128256)}  # magic -> version, kind
-
-
 MAGIC = {  # how a file begins: what it is, and what to do with it
     b"\x1f\x8b\x08": ("gzip", "gunzip it"),
     b"BZh": ("bzip2", "bunzip2 it"),
     b"\xfd7zXZ\0": ("xz", "unxz it"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
     b"PK\x03\x04": ("zip", "unzip it"),
+    b"7z\xbc\xaf": ("7z", "unpack it"),
+    b"%PDF": ("PDF", "make text of it, as pdftotext does"),
     b"\x93NUMPY": (".npy", "prepare it with --vocab-size, under a name that ends in .npy"),
     b"PAR1": ("parquet", "prepare it, under a name that ends in .parquet"),
-    b"ARROW1": ("Arrow", "save it as parquet: Dataset.to_parquet of Hugging Face's datasets"),
+    b"ARROW1": ("Arrow", ARROW := "save it as parquet: Dataset.to_parquet of Hugging Face's datasets"),
+    b"\xff\xff\xff\xff": ("Arrow", ARROW),  # a stream, as save_to_disk writes it
     b"version https://git-lfs": ("a Git LFS pointer", "fetch the file itself: git lfs pull"),
     b"\xff\xfe": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
@@ -35,11 +34,18 @@ MAGIC = {  # how a file begins: what it is, and what to do with it
 }
 
 
-def sniff(path: str | Path, *expected: str) -> str:
-    """What a file is by its first bytes, "" if that is not known; UserError if it is known and not as `expected`."""
-    with open(path, "rb") as file:
-        begin = file.read(32)
+def sniff(path: str | Path, *expected: str, file: BinaryIO | None = None) -> str:
+    """What a file is by its first bytes, "" if that is not known; UserError if it is known and not as `expected`.
+
+    file: what was opened, to be read from its beginning, where that is more than `path`.
+    """
+    if file is None:
+        with open(path, "rb") as file:
+            return sniff(path, *expected, file=file)
+    begin = file.peek(512)
     kind, advice = next((known for magic, known in MAGIC.items() if begin.startswith(magic)), ("", ""))
+    if begin[257:262] == b"ustar":
+        kind, advice = "tar", "unpack it"
     if kind and kind not in expected:
         raise UserError(f"{path} is {kind}: {advice}")
     return kind
@@ -110,9 +116,7 @@ class Tokens:
             i = int(np.argmax(ids >= vocab_size))
             shard, position = self.locate(w * T + i)
             found = f"{shard.path}: token {position} is id {ids[i]}, the model's vocabulary is {vocab_size}"
-            raise UserError(
-                f"{found}; --vocab-size {ids[i] + 1} or more, or prepare the data with the model's tokenizer"
-            )
+            raise UserError(f"{found}; --vocab-size {ids[i] + 1} or more, or prepare it with the model's tokenizer")
         return ids[:-1], np.where(mask[1:], ids[1:], -1)
 
     def batch(self, windows: np.ndarray, T: int, vocab_size: int | None) -> list[torch.Tensor]:
@@ -121,13 +125,20 @@ class Tokens:
         return [torch.from_numpy(np.stack(column)) for column in zip(*rows)]
 
 
-def raw_shard(path: Path, dtype: str = "") -> tuple[Shard, tuple[str, str, int]]:
-    """An llm.c file by its header, or a headerless one: the shard and its (dtype, tokenizer, vocab_size).
+def guess_dtype(path: Path) -> str:
+    """Of a headerless file "uint32", which has its high halves, all tiny, at every second place, or "uint16"."""
+    halves = np.fromfile(path, "<u2", 4096)
+    low, high = halves[: len(halves) // 2 * 2].reshape(-1, 2).T
+    return "uint32" if len(high) >= 8 and high.max() < 16 <= low.max() else "uint16"
 
-    dtype: of a headerless one; "": uint16, and UserError if it looks like uint32.
+
+def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str, int]]:
+    """An llm.c file by its header, or a headerless one of this dtype: the shard and its (dtype, tokenizer, vocab_size).
+
+    UserError also for a file that looks like something else.
     """
     sniff(path)
-    size, header = path.stat().st_size, np.fromfile(path, "<i4", 256)
+    size, header, begin = path.stat().st_size, np.fromfile(path, "<i4", 256), np.fromfile(path, "u1", 4096)
     if len(header) and header[0] in LLMC:
         version, *kind = LLMC[header[0]]
         if len(header) < 256 or header[1] != version:
@@ -137,23 +148,22 @@ def raw_shard(path: Path, dtype: str = "") -> tuple[Shard, tuple[str, str, int]]
         if held != header[2]:
             raise UserError(f"{path}: header says {header[2]} tokens, file holds {held:g} ({size} bytes, {kind[0]})")
         return Shard(str(path), 1024, int(held), None), tuple(kind)
-    if (begin := np.fromfile(path, "u1", 4096)).size >= 64 and np.isin(begin, PRINTABLE).all():
+    valid = begin.tobytes().decode(errors="ignore").encode()  # but for a character that is cut at its end
+    if len(begin) >= 64 and begin.min() >= 9 and len(valid) > len(begin) - 4:
         raise UserError(f"{path} is text, no token file: `python data.py prepare --out DIR` makes one of it")
-    guess, dtype = not dtype, dtype or "uint16"
     n, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise UserError(f"{path}: {size} bytes is not a whole number of {dtype} tokens: cut short, or no token file")
-    # a uint32 file read as uint16 has the high halves, all tiny, at every second place; 4096 tokens show it
-    low, high = np.fromfile(path, dtype, 4096)[: n // 2 * 2].reshape(-1, 2).T
-    if guess and len(high) >= 8 and high.max() < 16 <= low.max():
-        found = "read as uint16 every second token is under 16: this looks like uint32"
-        raise UserError(f"{path}: {found}; `python data.py prepare --out DIR --vocab-size N {path}` reads it")
+    if dtype == "uint16" and guess_dtype(path) == "uint32":
+        found = f"{path}: read as uint16 every second token is under 16: this looks like uint32"
+        raise UserError(f"{found}; `python data.py prepare --out DIR --vocab-size N {path}` reads it")
     return Shard(str(path), 0, n, None), (dtype, "gpt2", 50257)
 
 
 def in_split(split: str, name: str) -> bool:
     """Whether a file is of this split by its name; not the val of retrieval.bin."""
-    return re.search(rf"(?<![a-z]){split}(?![a-z])", os.path.basename(name)) is not None
+    words = {"train": "train", "val": "val|valid|validation"}[split]
+    return re.search(rf"(?<![a-z])({words})(?![a-z])", os.path.basename(name).lower()) is not None
 
 
 def split_files(path: Path, split: str) -> list[Path]:
@@ -169,7 +179,7 @@ def split_files(path: Path, split: str) -> list[Path]:
 def read_meta(path: str) -> tuple[Path, dict | None]:
     """The folder that `path` is, or is a file of, and its meta.json: None if it has none."""
     folder = Path(path).parent if os.path.isfile(path) else Path(path)
-    if not (folder / "meta.json").exists():
+    if not os.path.lexists(folder / "meta.json"):  # a link that leads nowhere is an error
         return folder, None
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -180,11 +190,6 @@ def read_meta(path: str) -> tuple[Path, dict | None]:
         advice = "remove that folder and prepare it again"
         raise UserError(f"{folder}/meta.json is not usable ({error!r}): {advice}") from None
     return folder, meta
-
-
-class _NoCode(pickle.Unpickler):
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"it asks to run {module}.{name}, only plain dicts are read")
 
 
 def open_tokens(path: str, split: str = "train") -> Tokens:
@@ -205,18 +210,14 @@ def open_tokens(path: str, split: str = "train") -> Tokens:
     else:
         files = split_files(Path(path), split)
         if not files:
-            there = f"holds {sorted(os.listdir(path))[:5]}" if os.path.isdir(path) else "is no file or folder"
+            there = f"holds {sorted(os.listdir(path))[:5]}" if os.path.lexists(path) else "is no file or folder"
             raise UserError(f"{path} {there}; wanted meta.json or *{split}*.bin (see python data.py prepare --help)")
         shards, kinds = zip(*map(raw_shard, files))
         if len(set(kinds)) > 1:
             raise UserError(f"{path}: files of different kinds for one split: {sorted(set(kinds))}")
-        kind, extra = kinds[0], files[0].with_name("meta.pkl")
-        if extra.exists():  # nanoGPT's character-level corpora
-            try:
-                with open(extra, "rb") as f:
-                    kind = kind[0], "characters", int(_NoCode(f).load()["vocab_size"])
-            except Exception as error:  # a damaged pickle may raise anything
-                raise UserError(f"{extra} is refused: {error!r}") from None
+        kind = kinds[0]
+        if files[0].with_name("meta.pkl").exists():  # nanoGPT's characters: a pickle is not opened; see --vocab-size
+            kind = kind[0], "characters", kind[2]
     shards = [s for s in shards if s.n_tokens]
     if not shards:
         raise UserError(f"{path}: 0 tokens in its {split} files")

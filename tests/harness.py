@@ -112,14 +112,14 @@ def toy_files(folder: Path, **model) -> None:
         mask[w * 32 + 1 : w * 32 + 33][draw.permutation(32)[: draw.integers(0, 30) if w else 32]] = 0
     for name, line in (("plain", {"ids": ids}), ("masked", {"ids": ids, "mask": mask.tolist()})):
         (folder / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        prepare.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61, workers=1)
+        prepare.prepare(str(folder / name), [str(folder / f"{name}.jsonl")], vocab_size=61)
 
 
 def add_val(folder: Path, corpus: str) -> None:
     """Give a corpus of toy_files() a validation split, whose windows are few and do not divide among the ranks."""
     lines = [json.dumps({"ids": [i % 7 for i in range(n)]}) + "\n" for n in (100, 400)]
     (folder / "val.jsonl").write_text("".join(lines))
-    prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5, workers=1)
+    prepare.prepare(str(folder / "val"), [str(folder / "val.jsonl")], vocab_size=61, val=0.5)
     meta, val = (json.loads((folder / name / "meta.json").read_text()) for name in (corpus, "val"))
     for file in (folder / "val").glob("val*.bin"):
         os.link(file, folder / corpus / file.name)

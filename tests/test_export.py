@@ -135,6 +135,8 @@ def damage(hf: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
     save_file(tensors, hf / "model.safetensors")
     if name == "cut short":
         (hf / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-1])
+    elif name == "pointer":
+        (hf / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     elif name == "nothing":
         (hf / "model.safetensors").unlink()
 
@@ -142,12 +144,13 @@ def damage(hf: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
 @pytest.mark.parametrize(
     "name, message",
     {
-        "missing, left over": r"missing: layers.1.mlp.up_proj.weight; left over: model.layers.7.mlp.up_proj.weight$",
-        "shape": r"model.norm.weight has shape \(0,\), expected \(32,\)",
+        "missing, left over": r"missing: layers.1.mlp.up_proj.weight; left over: layers.7.mlp.up_proj.weight$",
+        "shape": r": norm.weight has shape \(0,\), expected \(32,\)",
         "quantised": r"lm_head.weight is I8, allowed are F64",
         "twice": r"twice: module.lm_head.weight",
         "other model": r"n_head is 2 there, 4 here, n_kv_head is 1 there, 2 here",
         "cut short": r"model.safetensors is damaged",
+        "pointer": r"model.safetensors is a Git LFS pointer: fetch the file itself: git lfs pull",
         "nothing": r"holds neither model.safetensors nor",
     }.items(),
 )

@@ -38,6 +38,10 @@ FORMS = {
     "3d, pp 2, interleaved": ("train_3d", {"tp": 1, "pp": 2, "schedule": "interleaved"}),
     "3d, dp 2": ("train_3d", {"tp": 1, "pp": 1}),
     "3d, dp 2, replicated": ("train_3d", {"tp": 1, "pp": 1, "zero": 0}),
+    "cp": ("train_cp", {}),
+    "cp, zero 1": ("train_cp", {"stage": 1}),
+    "cp, collectives": ("train_cp", {"copy_engine": False}),
+    "cp, zero 1, selective": ("train_cp", {"stage": 1, "recompute": "selective"}),
 }
 
 
@@ -96,6 +100,11 @@ def share_the_card() -> None:
     sent = []  # a message must live until it has arrived
     dist.isend = lambda tensor, **more: isend(sent.append(tensor.cpu()) or sent[-1], **more)
     dist.irecv = Receive
+
+    def started(op, tensor: torch.Tensor, group: dist.ProcessGroup, group_peer: int):
+        return op(tensor, group=group, **{"group_src" if op is Receive else "group_dst": group_peer})
+
+    dist.P2POp, dist.batch_isend_irecv = started, list
 
 
 def main(folder: str) -> None:

@@ -348,7 +348,7 @@ def test_weight_decay_hits_the_matrices(tmp_path):
     toy_files(tmp_path)
     ids = {"ids": [i % 61 for i in range(12 * 32 + 1)], "mask": [0] * (12 * 32 + 1)}
     (tmp_path / "unmarked.jsonl").write_text(json.dumps(ids) + "\n")
-    prepare.prepare(str(tmp_path / "none"), [str(tmp_path / "unmarked.jsonl")], vocab_size=61, workers=1)
+    prepare.prepare(str(tmp_path / "none"), [str(tmp_path / "unmarked.jsonl")], vocab_size=61)
     step = dict(data=f"{tmp_path}/none", micro_batch=6, steps=1, lr=1e-3, warmup_steps=0, weight_decay=10.0)
     variants = {"ddp": ("train_ddp", step), "tp": ("train_tp", step), "pipe": ("train_pipe", step)}
     variants |= {f"zero {s}": ("train_zero", step | {"stage": s}) for s in (0, 1, 2, 3)}

@@ -30,7 +30,7 @@ def files(folder):
         for _ in range(40):
             ids, mask = draw.integers(0, 61, 70), draw.random(70) < draw.random()
             lines.write(json.dumps({"ids": ids.tolist(), "mask": mask.astype(int).tolist()}) + "\n")
-    prepare.prepare(str(folder / "evaluated"), [str(folder / "evaluated.jsonl")], vocab_size=61, workers=1, val=0.3)
+    prepare.prepare(str(folder / "evaluated"), [str(folder / "evaluated.jsonl")], vocab_size=61, val=0.3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -185,7 +185,7 @@ def test_changed_flags_and_refusals(tmp_path, capfd):
     """H12, H14, H21: a change is printed old -> new and takes effect; another corpus or model is refused by name."""
     toy_files(tmp_path)
     (tmp_path / "other.jsonl").write_text(json.dumps({"ids": [(7 * i) % 61 for i in range(40 * 32 + 1)]}) + "\n")
-    prepare.prepare(str(tmp_path / "other"), [str(tmp_path / "other.jsonl")], vocab_size=61, workers=1)
+    prepare.prepare(str(tmp_path / "other"), [str(tmp_path / "other.jsonl")], vocab_size=61)
     toy = json.loads((tmp_path / "toy.json").read_text())
     (tmp_path / "deep.json").write_text(json.dumps(toy | {"n_layer": 3}))
     (tmp_path / "short.json").write_text(json.dumps(toy | {"n_layer": 1}))

@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     toy_files(folder, vocab_size=300)
     (folder / "corpus.txt").write_text("".join(f"Zeile {i}: häßlich ist {i * i}.\n" for i in range(300)))
-    prepare.prepare(str(folder / "corpus"), [str(folder / "corpus.txt")], workers=1)
+    prepare.prepare(str(folder / "corpus"), [str(folder / "corpus.txt")])
     flags = dict(dtype="float32", steps=20, lr=1e-2, save_every=10)
     run_ranks(
         1, train, "train_ddp", str(folder), {"text": flags | {"data": f"{folder}/corpus"}, "ids": flags | {"steps": 1}}

@@ -62,7 +62,7 @@ def files(folder):
     draw = np.random.default_rng(1)
     lines = (json.dumps({"ids": draw.integers(0, 61, 40).tolist()}) + "\n" for _ in range(30))
     (folder / "both.jsonl").write_text("".join(lines))
-    prepare.prepare(str(folder / "both"), [str(folder / "both.jsonl")], vocab_size=61, workers=1, val=0.3)
+    prepare.prepare(str(folder / "both"), [str(folder / "both.jsonl")], vocab_size=61, val=0.3)
 
 
 def kind_of(name):
