@@ -50,7 +50,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from support.flags import UserError, run_cli
+from support.flags import UserError, put, run_cli
 from support.meter import at
 from support.run import everywhere, make_group
 
@@ -492,7 +492,7 @@ class Checkpointer:
             raise UserError(f"a checkpoint needs {nbytes} bytes, {free} bytes are free on the disk of {self.folder}")
         if self.rank == 0 and free < nbytes * (self.keep_last + 1):  # the new one is complete before an old one goes
             need = f"{self.keep_last} kept and one being written need {nbytes * (self.keep_last + 1)} bytes"
-            print(f"warning: {self.folder} has {free} bytes free; {need}", file=sys.stderr, flush=True)
+            put(f"warning: {self.folder} has {free} bytes free; {need}", sys.stderr)
 
     def protect(self, path: str | Path) -> None:
         """Rotation never removes this one: the checkpoint resumed from, or the best."""
@@ -580,12 +580,9 @@ class Checkpointer:
         allowed = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
         if self.rank == 0 and not self.said_slow and 1.5 * seconds > allowed:
             self.said_slow, wanted = True, math.ceil(2 * seconds) + 30
-            print(
-                f"warning: a save takes {seconds:.0f} s and torchrun kills {allowed:.0f} s after a signal, so it could "
-                f"lose steps: set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wanted} (Slurm: --signal=TERM@{wanted})",
-                file=sys.stderr,
-                flush=True,
-            )
+            found = f"a save takes {seconds:.0f} s and torchrun kills {allowed:.0f} s after a signal, so it could lose"
+            advice = f"set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wanted} (Slurm: --signal=TERM@{wanted})"
+            put(f"warning: {found} steps: {advice}", sys.stderr)
 
     def _publish(self, tmp: Path, step: int, meta: str, written: list[tuple], rotate: bool) -> None:
         """Rank 0, when all ranks have flushed their files: the last files, a look at all, the rename, rotation."""
@@ -630,7 +627,7 @@ class Checkpointer:
             try:
                 shutil.rmtree(left)
             except OSError as problem:  # busy, or a mount: it is in nobody's way
-                print(f"warning: {left} cannot be removed ({problem})", file=sys.stderr, flush=True)
+                put(f"warning: {left} cannot be removed ({problem})", sys.stderr)
         return [path.name for path in steps(self.folder)]
 
     def _problems(self, path: Path) -> list[str]:
@@ -654,7 +651,7 @@ class Checkpointer:
             if not problems:
                 return str(path)
             if self.rank == 0:
-                print(f"warning: {path} is not used: {'; '.join(problems)}", file=sys.stderr, flush=True)
+                put(f"warning: {path} is not used: {'; '.join(problems)}", sys.stderr)
         return None
 
     def load(self, path: str | Path, tensors: dict[str, Piece]) -> dict:

@@ -104,7 +104,7 @@ class Batches:
         )
         # Workers inherit this mask for life: torchrun and Ctrl-C signal the whole process group, and the rank still
         # needs its batches to finish the step and save.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         self.workers = []
         try:
             self.iterator = iter(loader)

@@ -27,7 +27,7 @@ LEAST = {  # smallest value allowed
     **dict.fromkeys(("log_every", "keep_last", "hang_timeout", "scale_window", "scale_hysteresis"), 1),
     "scale_min": 2.0**-24,
 }
-BELOW = {"beta1": 1, "beta2": 1, "scale_power": 128, "workers": 1025, "hang_timeout": 10**7}  # others: infinity
+BELOW = {"beta1": 1, "beta2": 1, "scale_power": 128, "workers": 1025, "hang_timeout": 10**6}  # others: infinity
 
 
 def fill(cfg: Config, world_size: int, tp: int = 1, pp: int = 1, cp: int = 1, device_kind: str = "cuda") -> dict:

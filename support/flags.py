@@ -13,9 +13,10 @@ import signal
 import sys
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 
 class UserError(Exception):
@@ -215,8 +216,23 @@ def users_error(error: BaseException) -> BaseException:
 
 def any_text_prints() -> None:
     """A name that the screen's encoding lacks is printed escaped; it is no reason to lose a run."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the shell (>&-)
         stream.reconfigure(errors="backslashreplace")
+
+
+def put(text: str, stream: TextIO | None = None) -> None:
+    """A line on stdout, or on `stream`. Where it cannot be written, that is said once on the other one and no more.
+
+    A disk that is full, or a `tee` that Ctrl-C has ended too, is no reason to lose a run or its exit code.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as problem:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        other = sys.stderr if stream is sys.stdout else sys.stdout
+        with suppress(OSError):
+            print(f"warning: nothing more is printed: {problem}", file=other, flush=True)
 
 
 def run_cli(main: Callable[[], None]) -> None:
@@ -228,7 +244,7 @@ def run_cli(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         if not isinstance(error := users_error(error), UserError):
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        put(f"error: {error}", sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -17,16 +17,15 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from support.flags import UserError
+from support.flags import UserError, put
 from support.run import GRACE, Run, make_group
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange", "send", "recv")
@@ -83,12 +82,7 @@ def running() -> bool:
 def say(text: str) -> None:
     """A line on the screen, from rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            print(text, flush=True)
-        except OSError as problem:  # the disk is full, or Ctrl-C has ended the `tee` behind us too: the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            with suppress(OSError):
-                print(f"warning: nothing more is printed: {problem}", file=sys.stderr, flush=True)
+        put(text)
 
 
 def peak_flops(name: str) -> float | None:

@@ -1,9 +1,9 @@
 """From nothing to a process group in which all ranks have met; what they note down for their next start."""
 
 import datetime
+import json
 import os
 import re
-import shlex
 import socket
 import sys
 import time
@@ -124,7 +124,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -
     restarts of each host for itself (pytorch#147064). So each process registers under a random name; rank 0's is the
     attempt's name too, which it writes beside each name it finds.
     """
-    deadline = time.time() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
+    deadline = time.monotonic() + timeout_s + 2 * (rank == 0)  # the others may be later, and rank 0 holds the store
     twice = f"two processes came as RANK={rank}; each rank needs its own number"
     me = attempt = uuid.uuid4().hex if used else "all"
     if used and rank:
@@ -132,7 +132,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -
         while not store.check([f"attempt of/{me}"]):
             if store.get(f"here/{rank}").decode() != me:
                 raise UserError(twice)
-            if time.time() > deadline:
+            if time.monotonic() > deadline:
                 silent = f"rank 0 did not answer within {timeout_s} s"
                 raise UserError(f"{silent}: it did not come, or another process came as RANK={rank}")
             time.sleep(0.05)
@@ -142,7 +142,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout_s: int, used: bool) -
         raise UserError(twice)
     everyone = [f"arrived/{r}" for r in range(size)]
     while not ours.check(everyone):
-        late = time.time() > deadline
+        late = time.monotonic() > deadline
         if rank == 0 or late:
             missing = [r for r in range(size) if not ours.check([everyone[r]])]
             for r in missing if used and rank == 0 else []:
@@ -163,13 +163,14 @@ def restarted() -> bool:
 def remember(run: Run, what: str, value: str) -> None:
     """On the run's rank 0: note something down, which recall() finds when torchrun has started the ranks anew."""
     if _job:
-        _job.set(_note(run, what), value)
+        _job.set(_note(run, what), json.dumps(value))
 
 
 def recall(run: Run, what: str) -> str | None:
     """On the run's rank 0: what this run, of all that a job may hold, had noted; None if nothing."""
-    return _job.get(_note(run, what)).decode() if _job and _job.check([_note(run, what)]) else None
+    return json.loads(_job.get(_note(run, what))) if _job and _job.check([_note(run, what)]) else None
 
 
 def _note(run: Run, what: str) -> str:
-    return f"{what}/{dist.get_rank()}/{run.number}/{shlex.join(sys.argv)}"
+    # json: a store takes only UTF-8, which a file name need not be
+    return f"{what}/{dist.get_rank()}/{run.number}/{json.dumps(sys.argv)}"

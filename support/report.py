@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import finish_saves
-from support.flags import UserError, flag_name
+from support.flags import UserError, flag_name, put
 from support.run import Run
 
 NO_MEMORY = "can't allocate memory|CUDA driver error: out of memory"  # torch on a CPU, symmetric memory
@@ -59,10 +59,10 @@ def report(error: BaseException, predict: Callable | None, alike: bool, run: Run
     if first[0] == rank and first[1] != summary:  # the watchdog has said what this rank did
         summary, text = first[1], f"error: {first[1]}"
     if first[0] == rank:
-        print(f"rank {rank}: {text}" if several else text, file=sys.stderr, flush=True)
+        put(f"rank {rank}: {text}" if several else text, sys.stderr)
     elif first[1] != summary:
         summary = f"rank {rank} stopped because rank {first[0]} failed: {first[1]}"
-        print(summary, file=sys.stderr, flush=True)
+        put(summary, sys.stderr)
     leave_error(summary, follows=first[0] != rank)
     if alike and rank:
         time.sleep(1)  # torchrun ends rank 0 when we end, perhaps before it gets here
@@ -77,8 +77,8 @@ def first_error(mine: list, follows: bool, run: Run | None) -> list | None:
     """
     try:
         store = dist.distributed_c10d._get_default_store()
-        deadline = time.time() + (3 if follows else 0)
-        while not store.check(["first_error"]) and time.time() < deadline:
+        deadline = time.monotonic() + (3 if follows else 0)
+        while not store.check(["first_error"]) and time.monotonic() < deadline:
             time.sleep(0.05)
         if follows and not store.check(["first_error"]) and run and run.watchdog and (left := run.watchdog.left()):
             mine = left
@@ -93,7 +93,7 @@ def accuse(guilty: int, summary: str) -> None:
     store = dist.distributed_c10d._get_default_store().clone()
     mine = json.dumps([guilty, summary, rank])
     if store.compare_set("first_error", "", mine).decode() == mine:
-        print(f"error: {summary}", file=sys.stderr, flush=True)
+        put(f"error: {summary}", sys.stderr)
     leave_error(summary, follows=rank != guilty)
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from model import check_config, flops_per_token, n_params, params
 from support.defaults import fill
-from support.flags import Config, UserError, any_text_prints, flag_name, parse_flags, print_help, users_error
+from support.flags import Config, UserError, any_text_prints, flag_name, parse_flags, print_help, put, users_error
 from support.meter import running, say
 from support.rendezvous import open_group, pick_device, recall, remember, restarted
 from support.report import report
@@ -70,7 +70,7 @@ def start(
     cfg = copy.copy(cfg)  # not dataclasses.replace(): it forgets cfg.given
     device = pick_device(cfg)
     if not dist.is_initialized():
-        open_group(device, max(cfg.hang_timeout, 1))  # what is not allowed is refused below, in one voice
+        open_group(device, min(max(cfg.hang_timeout, 1), 10**6))  # what is not allowed is refused below, in one voice
     world = group or dist.group.WORLD
     run = Run(cfg, dist.get_rank(world), dist.get_world_size(world), device, world=world, control=world)
     run.script, run.number = Path(script).stem, next(_numbers)
@@ -176,7 +176,7 @@ def one_prepares(run: Run, prepare: Callable[[], None]) -> None:
         time.sleep(0.1)
         tenths += 1
         if tenths % 300 == 0:
-            print(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}", flush=True)
+            put(f"rank {run.rank}: waiting for the first rank of this host to prepare {run.cfg.data}")
     if message := store.get(key).decode():
         raise UserError(message)
 

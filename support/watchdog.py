@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -173,9 +174,10 @@ class Watchdog:
         """Leave this rank's stacks, kill who is frozen on this host, tell torchrun, and go."""
         guilty, text, frozen = verdict
         folder = Path(self.run.out, "hang")
-        folder.mkdir(exist_ok=True)
-        with open(folder / f"rank-{self.run.rank}.txt", "w") as file:
-            faulthandler.dump_traceback(file)
+        with suppress(OSError):  # a full disk does not keep a hang alive
+            folder.mkdir(exist_ok=True)
+            with open(folder / f"rank-{self.run.rank}.txt", "w") as file:
+                faulthandler.dump_traceback(file)
         for host, pid in frozen:
             if host == socket.gethostname():
                 try:

@@ -660,18 +660,22 @@ def test_an_error_of_all_ranks_lets_a_save_finish(ranks, toy, tmp_path):
     assert [(row["loss"] is None, row["grad_norm"] is None) for row in rows] == [(False, False)] * 3 + [(True, True)]
 
 
+MINE = os.fsdecode(b"runs/lat\xe9")  # a store takes only what is UTF-8
+
+
 def notes(rank):
     """What a run finds of its own, what another run of this process and another command of this job find of it."""
     rendezvous._job = dist.HashStore()
     run = Run(Config(), 0, 1, torch.device("cpu"))
-    rendezvous.remember(run, "folder", "runs/mine")
+    sys.argv = [*sys.argv, "--out", MINE]
+    rendezvous.remember(run, "folder", MINE)
     found = [rendezvous.recall(run, "folder"), rendezvous.recall(dataclasses.replace(run, number=1), "folder")]
     sys.argv = [*sys.argv, "--another"]
     return [*found, rendezvous.recall(run, "folder")]
 
 
 def test_a_note_is_found_by_the_run_that_left_it():
-    assert run_ranks(1, notes) == [["runs/mine", None, None]]
+    assert run_ranks(1, notes) == [[MINE, None, None]]
 
 
 def shared_work(rank, folder):

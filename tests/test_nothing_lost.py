@@ -32,6 +32,11 @@ def toy(tmp_path_factory):
     return folder
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 def wait_for(log: Path, rows: int) -> None:
     began = time.time()
     while not log.exists() or len(log.read_text().splitlines()) < rows:
@@ -66,7 +71,10 @@ def test_one_owner_and_three_ends(toy, tmp_path):
 
 
 def test_a_full_screen_and_a_refusal(toy, tmp_path):
-    """> /dev/full: one warning, and the run goes on; a name that no encoding has; a refused run leaves no folder."""
+    """> /dev/full: one warning, and the run goes on; a name that no encoding has; a refused run leaves no folder.
+
+    An error keeps its exit code on a screen that takes nothing; a closed one, and seconds beyond what a clock counts.
+    """
     strange = os.fsdecode(os.fsencode(str(tmp_path)) + b"/lat\xe9")
     with open("/dev/full", "w") as full:
         call = [sys.executable, str(ROOT / "train_ddp.py")]
@@ -75,11 +83,27 @@ def test_a_full_screen_and_a_refusal(toy, tmp_path):
             subprocess.Popen(
                 call + words(toy, tmp_path / "new", init_from=tmp_path / "none"), stderr=subprocess.PIPE, text=True
             ),
+            subprocess.Popen(call + words(toy, tmp_path / "dumb", resume="nowhere"), stdout=full, stderr=full),
         ]
-        (_, err), (_, refused) = (job.communicate(timeout=60) for job in jobs)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        closed = [
+            "bash",
+            "-c",
+            'exec "$@" >&-',
+            "-",
+            *call,
+            *words(toy, tmp_path / "late", hang_timeout=99999999999999),
+        ]
+        jobs.append(subprocess.Popen(closed, stderr=subprocess.PIPE, text=True, env=os.environ | alone))
+        (_, err), (_, refused), _, (_, late) = (job.communicate(timeout=60) for job in jobs)
     assert jobs[0].returncode == 0 and err.count("warning: nothing more is printed") == 1, err
     assert len(Path(strange, "log.jsonl").read_text().splitlines()) == 4 and steps(Path(strange, "ckpt"))
     assert jobs[1].returncode == 2 and "is no run folder" in refused and not (tmp_path / "new").exists(), refused
+    assert jobs[2].returncode == 2 and not (tmp_path / "dumb").exists()
+    assert (
+        jobs[3].returncode == 2
+        and late == "error: --hang-timeout 99999999999999: allowed is 1 or more, less than 1000000\n"
+    )
 
 
 def test_a_log_that_cannot_be_written(tmp_path, capsys):
@@ -261,10 +285,8 @@ def test_the_slurm_script(toy, tmp_path):
     for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "h[1-2]"}
-    job |= {"SLURM_GPUS_ON_NODE": "1", "PORT": str(port), "SCRIPT": str(ROOT / "train_zero.py")}
+    job |= {"SLURM_GPUS_ON_NODE": "1", "PORT": str(free_port()), "SCRIPT": str(ROOT / "train_zero.py")}
     env = os.environ | job | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     call = [ROOT / "examples/slurm.sh", *words(toy, tmp_path / "run")]
     done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
