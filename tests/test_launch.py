@@ -191,7 +191,7 @@ def test_refusals_before_anything_is_built(tmp_path):
         "dropout": ({"dropout": 1.0}, "--dropout 1.0: allowed is 0 <= dropout < 1"),
         "differ": ({"lr": [1e-3, 2e-3], "micro_batch": [1, 2]}, f"{flags}: --micro-batch, --lr"),
         "model": ({"model": "gigantic"}, "--model gigantic: neither a size"),
-        "rope": ({"model": f"{tmp_path}/rope.json"}, "rope_theta = -1, allowed is more than 0"),
+        "rope": ({"model": f"{tmp_path}/rope.json"}, "rope_theta = -1.0, allowed is more than 0"),
         "half a config": ({"model": f"{tmp_path}/halfhf.json"}, "num_hidden_layers is missing"),
         "vocabulary": ({"vocab_size": 60}, f"has a vocabulary of 61 (ids), the model knows 60 ids; {use}"),
         "no such data": ({"data": f"{tmp_path}/nowhere"}, f"{tmp_path}/nowhere"),
