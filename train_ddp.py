@@ -62,6 +62,7 @@ class DataParallel:
     """
 
     shared = False  # whether a rank keeps only a share of a bucket's masters and moments
+    alike = True  # whether ranks that hold the same hold the same bits, which each save compares
 
     def __init__(self, model: torch.nn.Module, run: Run, held: dict[str, Held] | None = None):
         self.model, self.run, self.cfg = model, run, run.cfg

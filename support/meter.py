@@ -327,7 +327,8 @@ def advice(splits: list[dict[str, float]], run: Run) -> list[str]:
         found.append(f"rank {rank} waits for data {share:.0%} of the time: more --workers, or a faster disk")
     own = [sum(split[part] for part in ("compute", "data", "optimizer", "other")) for split in splits]
     slowest, median = max(range(len(own)), key=lambda r: own[r]), sorted(own)[len(own) // 2 - (len(own) % 2 == 0)]
-    uneven = len(own) > 1 and own[slowest] > 1.15 * median
+    more = (own[slowest] - median) / max(sum(splits[slowest].values()), 1e-9)  # of a step: so long the others wait
+    uneven = more > 0.1
     share, rank = worst("communication")
     if share > 0.3 and not uneven:
         change = (
@@ -336,8 +337,7 @@ def advice(splits: list[dict[str, float]], run: Run) -> list[str]:
         found.append(f"rank {rank} waits for communication {share:.0%} of the time: {change}")
     if uneven:
         change = "--stages moves blocks" if run.pp > 1 else "a throttled or shared card, or a slow disk there?"
-        more = own[slowest] / median - 1
-        found.append(f"rank {slowest} works {more:.0%} longer than the median rank, the others wait for it: {change}")
+        found.append(f"rank {slowest} works longer than the others, who wait {more:.0%} of a step for it: {change}")
     share, rank = worst("bubble")
     if share > 0.2:
         found.append(f"rank {rank} is idle {share:.0%} of the time: more micro-batches a step, at least 4 per stage")

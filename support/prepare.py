@@ -150,7 +150,8 @@ def read_rows(path: str, rows: Iterable, field: str, vocab_size: int | None, bad
                 yield from cut([row[field]], where)
             else:
                 found = {key: type(value).__name__ for key, value in document.items()} or f"a {type(row).__name__}"
-                other = next((f"--text-field {key} takes that" for key in document if found[key] == "str"), SPLIT)
+                texts = " or ".join(key for key in document if found[key] == "str")
+                other = f"--text-field {texts} takes that" if texts else SPLIT
                 raise ValueError(f'wanted {{"{field}": string}} or {{"ids": [...]}}, found {found}; {other}')
         except UnicodeDecodeError as error:
             bad(f"{where}: invalid UTF-8 at its byte {error.start} ({error.object[error.start : error.end].hex(' ')})")
@@ -413,6 +414,9 @@ def prepare(
     """
     folder = Path(out).absolute()
     files, left = find_files(inputs, text_field, vocab_size is not None)
+    if any(in_split("train", file) for file in files):  # then a test split is none to train on
+        test = {f for f in files if in_split("test", f) and re.search(r"\.(json|jsonl|ndjson|parquet|npy|bin)\b", f)}
+        files, left = [file for file in files if file not in test], left + Counter({"test split": len(test)})
     files = [f for f in files if folder not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}
     key["sources"] = {os.path.abspath(f): [os.path.getsize(f), os.stat(f).st_mtime_ns] for f in files}

@@ -34,10 +34,13 @@ def progress(run: Run, updates: int, scaler) -> dict:
 def check_replicas(run: Run, strategy) -> None:
     """Collective: what several ranks hold must have the same bits, or no checkpoint is written of it.
 
-    strategy: has buckets. Raises UserError naming bucket and ranks: a card or its memory is damaged, or a change of the
-    code updates replicas unlike. Sums the bits of whole masters, or of whole compute weights where masters are shared.
+    strategy: has buckets, and alike, which a fork whose replicas go their own ways sets to False. Raises UserError
+    naming bucket and ranks: a card or its memory is damaged, or a change of the code updates replicas unlike. Sums the
+    bits of whole masters, or of whole compute weights where masters are shared.
     """
     strategy.catch_up()
+    if not strategy.alike:
+        return
     sums, held, place = {}, colours(run), run.place()
     for unit, bucket in strategy.buckets.items():
         whole = bucket.weights if strategy.shared else bucket.master

@@ -162,7 +162,7 @@ def raw_shard(path: Path, dtype: str = "uint16") -> tuple[Shard, tuple[str, str,
 
 def in_split(split: str, name: str) -> bool:
     """Whether a file is of this split by its name; not the val of retrieval.bin."""
-    words = {"train": "train", "val": "val|valid|validation"}[split]
+    words = {"train": "train", "val": "val|valid|validation", "test": "test"}[split]
     return re.search(rf"(?<![a-z])({words})(?![a-z])", os.path.basename(name).lower()) is not None
 
 

@@ -215,6 +215,7 @@ def test_cells(tmp_path, monkeypatch, capsys):
     assert "left out  3d on 2: it needs 4 or more\n" in said.err
 
 
+@pytest.mark.soak
 def test_model_that_does_not_fit_one_gpu(first):
     """The run that fails here has a micro-batch that does not divide; the two baselines take its place."""
     code, text = finish(start(first[0], "spare", GPUS="1", STRATEGIES="single", MICRO="single=3"))

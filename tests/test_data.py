@@ -1051,6 +1051,12 @@ def test_files_are_split_by_name(names, val, tmp_path):
     assert {k: v["documents"] for k, v in meta["splits"].items()} == {"train": len(names) - val, "val": val}
 
 
+def test_a_test_split_is_not_trained_on(tmp_path):
+    source = write(tmp_path / "in", train_0__jsonl='{"text": "a"}', test_0__jsonl='{"text": "b"}', test_0__txt="c")
+    ids, meta = made(tmp_path, source)
+    assert ids == [ord("c"), EOT, ord("a"), EOT] and meta["left_out"] == {"test split": 1}
+
+
 def test_a_bin_of_int32_has_a_way_in(tmp_path):
     """The refusal names a command, and the command works."""
     np.arange(100, dtype="<i4").tofile(tmp_path / "train.bin")

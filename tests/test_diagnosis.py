@@ -138,7 +138,7 @@ def test_delays_land_in_their_part_and_the_slow_rank_is_named(tmp_path):
         assert rows["link"]["communication_ms"] > 0.3 * rows["link"]["step_ms"]
     said = {name: results[0][name][1] for name in results[0]}
     assert said["disk"][0].startswith("rank 1 waits for data ") and "--workers" in said["disk"][0]
-    assert [line for line in said["rank"] if line.startswith("rank 1 works ")] and "data" not in said["rank"][0]
+    assert [line for line in said["rank"] if line.startswith("rank 1 works longer ")] and "data" not in said["rank"][0]
     assert "waits for communication" in said["link"][0] and "ring_allreduce.py" in said["link"][0]
 
 

@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["qk_norm", "lion", "every_second_step"])
+@pytest.mark.parametrize("name", ["qk_norm", pytest.param("lion", marks=pytest.mark.soak), "every_second_step"])
 def test_a_fork_is_one_patch_of_one_file(name, tmp_path):
     """What each must do is below; here it is applied to a copy of the tree, and this file is run there."""
     patch = ROOT / "tests" / "forks" / f"{name}.patch"

@@ -116,8 +116,14 @@ def test_it_ends_in_the_same_step(fork, tmp_path):
             assert text and text.startswith(f"{NAMES[fork]} ") and SAID in text, (name, text)
 
 
-@pytest.mark.parametrize("fork", NAMES, ids=lambda fork: fork.__name__)
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name, fork",
+    [
+        pytest.param(name, fork, id=f"{name}-{fork.__name__}", marks=[pytest.mark.soak] * ((i + j) % 2))
+        for i, name in enumerate(STAGES)
+        for j, fork in enumerate(NAMES)
+    ],
+)
 def test_the_stages_that_do_not_see_it_end_too(name, fork, tmp_path):
     """From the command line: both ranks name the parameter, and the exit code is not 0."""
     toy_files(tmp_path)

@@ -14,6 +14,7 @@ def test_strategies_follow_plain_torch():
     proved(["ZeRO-3, 2", "TP 2", "1f1b, 2", "3D, TP 2 x PP 2 x DP 1"], [], 4)
 
 
+@pytest.mark.soak
 def test_goes_on():
     proved([], ["ZeRO-3, offload, 2", "TP 2"], 4)
 

@@ -1,5 +1,6 @@
 """Runs on parts of a job follow each other in one process, each as if it were alone."""
 
+import pytest
 import torch.distributed as dist
 from harness import run_ranks, toy_files, train
 
@@ -54,6 +55,7 @@ def all_in_turn(rank, folder):
     return found
 
 
+@pytest.mark.soak
 def test_each_gives_what_it_gives_alone(tmp_path):
     """Four ranks, thirteen runs on six sets of them, two at a time, twice: the bits of a job of their own."""
     assert sorted(name for together in ROUNDS for name in together) == sorted(RUNS)

@@ -345,6 +345,7 @@ def chain(rank, folder, runs, part):
     return results
 
 
+@pytest.mark.soak
 def test_any_layout_resumes_any(tmp_path):
     toy_files(tmp_path, n_layer=LAYERS)
     f = str(tmp_path)
