@@ -206,7 +206,7 @@ gpt.SAVED.append(torch.ops.nanoshard.ring_attention.default)  # selective recomp
 
 def own_positions(T: int, cp: int, seat: int) -> Tensor:
     """Which tokens of a sequence of T this rank has: the seat-th piece from either end of 2 cp. (T/cp,) int64."""
-    pieces = torch.arange(T).view(2 * cp, -1)
+    pieces = torch.arange(T).tensor_split(2 * cp)  # alone a rank has all, also of an odd length
     return torch.cat([pieces[seat], pieces[2 * cp - 1 - seat]])
 
 
@@ -266,7 +266,7 @@ def predict(run: Run) -> tuple[dict[str, int], list[tuple[str, str, int]]]:
 
 def check_length(run: Run) -> None:
     """Raises UserError for a sequence that the ranks cannot share."""
-    T, pieces = run.model_cfg.seq_len, 2 * run.cp
+    T, pieces = run.model_cfg.seq_len, 2 * run.cp if run.cp > 1 else 1
     if T % pieces:
         near = " or ".join(str(n) for n in (T // pieces * pieces, -(-T // pieces) * pieces) if n)
         raise UserError(

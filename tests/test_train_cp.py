@@ -29,6 +29,7 @@ VARIANTS = {  # ranks -> variants, each beginning with its kind
         "tied, dropout": {"stage": 2},
         "tied, dropout, full, offload": {"stage": 1, "recompute": "full", "offload": "optimizer"},
         "tied, dropout, selective": {"stage": 3, "recompute": "selective"},
+        "tied, dropout, full": {"stage": 3, "recompute": "full"},
         "masked": {"stage": 3, "overlap": False},
     },
     3: {"thirds": {"stage": 2}, "thirds, stage 3": {"recompute": "selective"}},
@@ -170,7 +171,9 @@ def test_every_turn_costs_all_ranks_the_same():
 def test_lengths_that_do_not_divide_are_refused():
     run = Run(train_cp.Config(), 0, 3, torch.device("cpu"), cp=3, model_cfg=dataclasses.replace(SIZES["6b"]))
     with pytest.raises(UserError, match=r"--seq-len 2048 .*2 x 3 pieces .*nearest that do: 2046 or 2052"):
-        train_cp.check(run)
+        train_cp.check_length(run)
+    train_cp.check_length(dataclasses.replace(run, cp=1, model_cfg=dataclasses.replace(SIZES["6b"], seq_len=2047)))
+    assert train_cp.own_positions(7, 1, 0).tolist() == list(range(7))
 
 
 def test_docstring_bytes():
