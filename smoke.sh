@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does it run here? The machine first, then every strategy: a few steps, save, resume, a few steps more.
 #
-#     ./smoke.sh                          # all train_*.py that are here; about a minute each on two CPU cores
+#     ./smoke.sh                          # all train_*.py that are here; about two minutes on two CPU cores
 #     ./smoke.sh my_script.py --flag      # one script of your own that takes the same flags
 #     PYTHON=.venv/bin/python ./smoke.sh
 #
