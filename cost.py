@@ -118,7 +118,8 @@ def transfers(run: Run, traffic: list, parts: list[range], box: Machine) -> tupl
         of_team = (op, what, size) in team
         ranks = run.tp if of_team else run.world_size if what == "facts" else holders
         if op in ("send", "recv"):
-            crosses, beside, moved = several and replica > box.gpus, run.tp, size
+            crosses, moved = several and replica > box.gpus, size
+            beside = run.tp * min(run.cp, box.gpus)  # in a turn of a ring all cards of a host may send to the next one
         else:  # groups of a host that cross to the next one at once; what goes from all to all crosses from all
             crosses = several and (box.gpus % run.tp > 0 if of_team else ranks > 1)
             beside = max(1, box.gpus // run.tp) if of_team else min(replica, box.gpus)

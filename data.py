@@ -110,7 +110,8 @@ class Batches:
             self.iterator = iter(loader)
         except OSError as error:
             raise self.no_batch("loader workers could not be started", error) from None
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self.workers = self.iterator._workers if cfg.workers else []
         if cfg.workers:
             # the loader's SIGCHLD handler would raise in whatever line a dying worker interrupts; without it the death
@@ -159,7 +160,7 @@ class Batches:
     def no_batch(self, what: str, error: Exception) -> UserError:
         """What is wrong with the workers, and the usual cause: in a container /dev/shm may be tiny."""
         free = f"/dev/shm, which they hand batches over in, has {shutil.disk_usage('/dev/shm').free} bytes free"
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]  # EOFError says nothing
         return UserError(f"rank {self.run.rank}: {what} ({reason}); {free}; --workers 0 loads without them")
 
     def proof(self) -> int:

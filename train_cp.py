@@ -39,7 +39,8 @@ size x 2 in bf16, 4,096 per token for 6b; attention hides them from about 1,500 
 recomputation sends keys once more. Direct sends, not a relay: the same bytes, and gradients come home in one hop. GPUs
 of one host move them by their copy engines (transport.py).
 
-Papers: Liu et al., Ring Attention (arXiv 2310.01889); Dao, FlashAttention-2 (2307.08691); zigzag: Zhu, 2024.
+Papers: Liu et al., Ring Attention (arXiv 2310.01889); Dao, FlashAttention-2 (2307.08691). Zigzag:
+github.com/zhuzilin/ring-flash-attention.
 """
 
 import dataclasses
@@ -71,6 +72,9 @@ from transport import PeerSwaps, Swaps, all_reduce
 class Config(train_zero.Config):
     stage: Literal[1, 2, 3] = 3  # ZeRO, over all ranks: 1: optimizer state shared out, 2: and gradients, 3: and weights
     cp: int = 0  # ranks that share a sequence; the rest is data parallel [all]
+    copy_engine: bool | None = (
+        None  # for keys and values, and at stage 2 and 3 for ZeRO's [if all GPUs are on one host]
+    )
 
 
 # --- the idea: attention to a part of the keys ------------------------------------------------------------------------

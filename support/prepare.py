@@ -415,7 +415,8 @@ def prepare(
     folder = Path(out).absolute()
     files, left = find_files(inputs, text_field, vocab_size is not None)
     if any(in_split("train", file) for file in files):  # then a test split is none to train on
-        test = {f for f in files if in_split("test", f) and re.search(r"\.(json|jsonl|ndjson|parquet|npy|bin)\b", f)}
+        data = (*LINES, ".parquet", *IDS)
+        test = {f for f in files if in_split("test", f) and unpacked(f).endswith(data) and f not in inputs}
         files, left = [file for file in files if file not in test], left + Counter({"test split": len(test)})
     files = [f for f in files if folder not in Path(f).absolute().parents]  # not what was made of them
     key = {"tokenizer": tokenizer, "val": val, "on_error": on_error, "vocab_size": vocab_size, "text_field": text_field}

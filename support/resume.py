@@ -41,17 +41,21 @@ def check_replicas(run: Run, strategy) -> None:
     strategy.catch_up()
     if not strategy.alike:
         return
-    sums, held, place = {}, colours(run), run.place()
+    alike, place, mine = colours(run), run.place(), {}
     for unit, bucket in strategy.buckets.items():
         whole = bucket.weights if strategy.shared else bucket.master
         if whole.numel() == bucket.padded and getattr(run.cfg, "stage", 0) < 3:  # else they are there for a while only
             bits = whole.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.itemsize])
-            sums[unit] = bits.sum(dtype=torch.int64), held[bucket.holders](place)
-    found = run.everyone({unit: (int(total), colour) for unit, (total, colour) in sums.items()})
-    for unit, mine in found[run.rank].items():
-        others = [r for r, theirs in enumerate(found) if unit in theirs and theirs[unit][1] == mine[1]]
-        if other := [r for r in others if found[r][unit] != mine]:
-            raise UserError(f"{unit}: ranks {other} do not hold the same weights as rank {run.rank}; nothing is saved")
+            # a tied embedding is the same on both ends of the pipeline, too
+            colour = place.seat * (run.tp > 1) if bucket.twin else alike[bucket.holders](place)
+            mine[unit, colour] = int(bits.sum(dtype=torch.int64))
+    everyones = run.everyone(mine)
+    # every rank looks at all, also at what it has no part in: all go on, or all end with the same words
+    for what in dict.fromkeys(key for theirs in everyones for key in theirs):
+        sums = {rank: theirs[what] for rank, theirs in enumerate(everyones) if what in theirs}
+        first = min(sums)
+        if other := [rank for rank in sums if sums[rank] != sums[first]]:
+            raise UserError(f"{what[0]}: ranks {other} do not hold the same weights as rank {first}; nothing is saved")
 
 
 def rng_state(run: Run) -> torch.Tensor:

@@ -117,8 +117,10 @@ def everywhere(work: Callable, group: dist.ProcessGroup | None, here: bool = Tru
     global _waiting
     found: list = [None] * dist.get_world_size(group)
     _waiting += 1
-    dist.all_gather_object(found, (result, error, is_users), group=group)
-    _waiting -= 1
+    try:
+        dist.all_gather_object(found, (result, error, is_users), group=group)
+    finally:
+        _waiting -= 1
     if errors := [error for _, error, _ in found if error]:
         raise (UserError if all(users for _, _, users in found) else RuntimeError)("; ".join(errors))
     return [result for result, _, _ in found]

@@ -409,7 +409,8 @@ def catch_signals() -> None:
     numbers, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    by_torchrun = "SIGHUP" * ("TORCHELASTIC_RUN_ID" in os.environ)  # unless it is told which to handle
+    passed_on = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", by_torchrun)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN or passed_on:
             signal.signal(number, lambda number, frame: None)

@@ -160,7 +160,7 @@ class Watchdog:
         if {b.host for b in beats.values()} != {socket.gethostname()}:
             time.sleep(4 * self.every)
             for rank, b in self.beats().items():
-                if b.number == beats[rank].number:
+                if rank in beats and b.number == beats[rank].number:
                     where = f"when it was in {b.place} of step {b.step}"
                     return rank, f"rank {rank} on {b.host} gives no more signs of life, {where}: host or network gone?"
         return None

@@ -1,7 +1,6 @@
 """A run that misbehaves says what is wrong: replicas that drift, ranks that start unlike, who slows the others down."""
 
 import importlib
-import json
 import re
 import subprocess
 import time
@@ -19,18 +18,23 @@ from support.flags import Config, UserError
 from support.meter import PARTS, advice
 from support.run import Run
 
-SCRIPTS = {  # what holds replicas -> the bucket in which one bit is flipped on rank 1
-    "ddp": ("train_ddp", {}, "block.1"),
-    "zero 1": ("train_zero", {"stage": 1}, "head"),
-    "zero 2, offload": ("train_zero", {"stage": 2, "offload": "optimizer"}, "embed"),
-    "norms of tp": ("train_tp", {}, "norms"),
+SCRIPTS = {  # what holds replicas -> ranks, the bucket in which one bit is flipped on rank 1, who holds it
+    "ddp": (2, "train_ddp", {}, "block.1", [0, 1]),
+    "zero 1": (2, "train_zero", {"stage": 1}, "head", [0, 1]),
+    "zero 2, offload": (2, "train_zero", {"stage": 2, "offload": "optimizer"}, "embed", [0, 1]),
+    "context parallel": (2, "train_cp", {"stage": 2}, "block.0", [0, 1]),
+    "norms of tp": (2, "train_tp", {}, "norms", [0, 1]),
+    "a stage's replicas": (4, "train_pipe", {"pp": 2, "micro_batch": 3}, "block.1", [1, 3]),
+    "tied ends": (2, "train_pipe", {"tie": True}, "embed", [0, 1]),
+    "3d, tied ends": (4, "train_3d", {"tp": 2, "pp": 2, "tie": True}, "embed", [1, 3]),
 }
 
 
-def saved_or_not(rank, folder):
+def saved_or_not(rank, folder, names):
     """What each script says to a bit that flips on rank 1 after the second update, before the save that follows it."""
     said = {}
-    for name, (script, flags, unit) in SCRIPTS.items():
+    for name in names:
+        _, script, flags, unit, _ = SCRIPTS[name]
         module = importlib.import_module(script)
         check = module.check_replicas
 
@@ -44,20 +48,27 @@ def saved_or_not(rank, folder):
 
         module.check_replicas = flip
         try:
-            train(rank, script, folder, {name: flags | {"micro_batch": 6, "steps": 4, "save_every": 2}})
+            train(rank, script, folder, {name: {"micro_batch": 6, "steps": 4, "save_every": 2} | flags})
         except UserError as error:
             said[name] = str(error)
         module.check_replicas = check
     return said
 
 
-def test_one_flipped_bit_reaches_no_checkpoint(tmp_path):
-    """The undisturbed saves of every other test are the other half: there no rank differs."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_flipped_bit_reaches_no_checkpoint(ranks, tmp_path):
+    """All ranks end with the same words, also those of a stage that holds another part: none is left waiting.
+
+    The undisturbed saves of every other test are the other half: there no rank differs.
+    """
     toy_files(tmp_path)
-    for rank, said in enumerate(run_ranks(2, saved_or_not, str(tmp_path), timeout=100)):
-        for name, (_, _, unit) in SCRIPTS.items():
-            expected = f"{unit}: ranks [{1 - rank}] do not hold the same weights as rank {rank}; nothing is saved"
-            assert said[name] == expected and not list((tmp_path / name / "ckpt").glob("step*"))
+    names = [name for name, (n, *_) in SCRIPTS.items() if n == ranks]
+    for said in run_ranks(ranks, saved_or_not, str(tmp_path), names, timeout=100):
+        for name in names:
+            *_, unit, holders = SCRIPTS[name]
+            other, first = [r for r in holders if (r == 1) != (holders[0] == 1)], holders[0]
+            assert said[name] == f"{unit}: ranks {other} do not hold the same weights as rank {first}; nothing is saved"
+            assert not list((tmp_path / name / "ckpt").glob("step*"))
 
 
 def unlike(rank, folder):
@@ -86,7 +97,14 @@ def delayed(rank, folder):
     """Rows and advice of runs in which something is slow: a disk, a rank, a link."""
     found = {}
 
-    def slow(name, target, attribute, seconds, who, flags=None):
+    def rows_of(name, **flags):
+        flags = {"micro_batch": 6, "steps": 6, "save_every": 0} | flags
+        rows = train(rank, "train_ddp", folder, {name: flags})[name]
+        split, every = {part: sum(r[f"{part}_ms"] for r in rows[2:]) for part in {*PARTS.values()}}, [None, None]
+        dist.all_gather_object(every, split)
+        found[name] = rows, advice(every, Run(Config(micro_batch=6, seq_len=32), rank, 2, torch.device("cpu")))
+
+    def slow(name, target, attribute, seconds, who, **flags):
         real = getattr(target, attribute)
 
         def later(*args, **kwargs):
@@ -95,12 +113,8 @@ def delayed(rank, folder):
             return real(*args, **kwargs)
 
         setattr(target, attribute, later)
-        rows = train(rank, "train_ddp", folder, {name: {"micro_batch": 6, "steps": 6, "save_every": 0} | (flags or {})})
+        rows_of(name, **flags)
         setattr(target, attribute, real)
-        splits = [{part: sum(r[f"{part}_ms"] for r in rows[name][2:]) for part in {*PARTS.values()}}]
-        every = [None, None]
-        dist.all_gather_object(every, splits[0])
-        found[name] = rows[name], advice(every, Run(Config(micro_batch=6, seq_len=32), rank, 2, torch.device("cpu")))
 
     class Disk:  # a loader whose batches come late, inside the marker of data
         def __init__(self, iterator):
@@ -117,10 +131,10 @@ def delayed(rank, folder):
         self.iterator = Disk(self.iterator)
 
     Batches.__init__ = from_a_slow_disk
-    slow("disk", time, "time", 0, ())
+    rows_of("disk")
     Batches.__init__ = init
     slow("rank", GPT, "embed", 0.1, (1,))
-    slow("link", transport.dist, "all_reduce", 0.05, (0, 1), {"overlap": False})
+    slow("link", transport.dist, "all_reduce", 0.05, (0, 1), overlap=False)
     return found
 
 
@@ -202,4 +216,3 @@ def test_the_summary_has_the_advice(tmp_path, capsys):
             clock.log(step, 1.0, 1.0, 1.0, 1, 1.0, False)
         clock.summary({}, [])
     assert "warning: rank 0 waits for data 9" in capsys.readouterr().out
-    assert json.dumps(clock.rows)

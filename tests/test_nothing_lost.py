@@ -49,7 +49,9 @@ def test_one_owner_and_three_ends(toy, tmp_path):
     the step, exit code 0; the next owner goes on from there, and SIGHUP saves as SIGTERM does."""
     out = tmp_path / "run"
     flags = words(toy, out, steps=100_000)
-    nohup = begin(0, ROOT / "train_ddp.py", *flags, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # noqa: PLW1509
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does: the child inherits it
+    nohup = begin(0, ROOT / "train_ddp.py", *flags)
+    signal.signal(signal.SIGHUP, ignored)
     wait_for(out / "log.jsonl", 3)
     code, _, err = end(begin(0, ROOT / "train_ddp.py", *flags))
     assert code == 2 and f"in use by another run: process {nohup.pid} on " in err and err.count("\n") == 1, err
@@ -86,24 +88,16 @@ def test_a_full_screen_and_a_refusal(toy, tmp_path):
             subprocess.Popen(call + words(toy, tmp_path / "dumb", resume="nowhere"), stdout=full, stderr=full),
         ]
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        closed = [
-            "bash",
-            "-c",
-            'exec "$@" >&-',
-            "-",
-            *call,
-            *words(toy, tmp_path / "late", hang_timeout=99999999999999),
-        ]
+        late = words(toy, tmp_path / "late", hang_timeout=99999999999999)
+        closed = ["bash", "-c", 'exec "$@" >&-', "-", *call, *late]
         jobs.append(subprocess.Popen(closed, stderr=subprocess.PIPE, text=True, env=os.environ | alone))
         (_, err), (_, refused), _, (_, late) = (job.communicate(timeout=60) for job in jobs)
     assert jobs[0].returncode == 0 and err.count("warning: nothing more is printed") == 1, err
     assert len(Path(strange, "log.jsonl").read_text().splitlines()) == 4 and steps(Path(strange, "ckpt"))
     assert jobs[1].returncode == 2 and "is no run folder" in refused and not (tmp_path / "new").exists(), refused
     assert jobs[2].returncode == 2 and not (tmp_path / "dumb").exists()
-    assert (
-        jobs[3].returncode == 2
-        and late == "error: --hang-timeout 99999999999999: allowed is 1 or more, less than 1000000\n"
-    )
+    assert jobs[3].returncode == 2
+    assert late == "error: --hang-timeout 99999999999999: allowed is 1 or more, less than 1000000\n"
 
 
 def test_a_log_that_cannot_be_written(tmp_path, capsys):

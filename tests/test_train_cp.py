@@ -159,13 +159,16 @@ def test_the_ring_is_whole_attention():
 def test_every_turn_costs_all_ranks_the_same():
     """Pairs of a query and a key that a turn computes, by rank; over all turns they are exactly the causal ones."""
     for cp in (2, 3, 5, 8):
-        T = 2 * cp
+        T, met = 4 * cp, []
         for s in range(cp):
             costs = set()
             for rank in range(cp):
                 ours, theirs = (train_cp.own_positions(T, cp, r).tolist() for r in (rank, (rank - s) % cp))
-                costs.add(sum(key <= query for query in ours for key in theirs))
+                pairs = [(query, key) for query in ours for key in theirs if key <= query]
+                costs.add(len(pairs))
+                met += pairs
             assert len(costs) == 1
+        assert sorted(met) == [(query, key) for query in range(T) for key in range(query + 1)]
 
 
 def test_lengths_that_do_not_divide_are_refused():
