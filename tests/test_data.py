@@ -855,6 +855,14 @@ def test_killed_worker_is_named_and_signals_do_not_kill_one(tmp_path):
     assert float(seconds) < 15
 
 
+def test_an_error_without_words_has_its_name(tmp_path):
+    """A worker that dies while it hands a batch over leaves an EOFError."""
+    loader = data.Batches.__new__(data.Batches)
+    loader.run = Run(Config(), 3, 4, torch.device("cpu"))
+    said = str(loader.no_batch("loader worker with pid [7] died", EOFError()))
+    assert said.startswith("rank 3: loader worker with pid [7] died (EOFError()); /dev/shm, ")
+
+
 def test_a_failing_script_does_not_wait_for_its_workers(tmp_path):
     path = file_of(tmp_path, np.arange(1001) % 250)
     code = (
@@ -1055,6 +1063,8 @@ def test_a_test_split_is_not_trained_on(tmp_path):
     source = write(tmp_path / "in", train_0__jsonl='{"text": "a"}', test_0__jsonl='{"text": "b"}', test_0__txt="c")
     ids, meta = made(tmp_path, source)
     assert ids == [ord("c"), EOT, ord("a"), EOT] and meta["left_out"] == {"test split": 1}
+    ids, _ = made(tmp_path, [source / "train_0.jsonl", source / "test_0.jsonl"], "named")  # is always read
+    assert ids == [ord("a"), EOT, ord("b"), EOT]
 
 
 def test_a_bin_of_int32_has_a_way_in(tmp_path):

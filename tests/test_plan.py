@@ -11,6 +11,7 @@ import pytest
 from harness import ROOT, toy_files
 
 import train_3d
+import train_cp
 import train_ddp
 import train_pipe
 import train_tp
@@ -135,6 +136,25 @@ def test_124m_anywhere(gpu):
     assert take.name == "one card" and take.run.cfg.micro_batch >= 16
     faster = machine(gpu).products / Machine().products
     assert take.rate < 600_000 * max(faster, 1)
+
+
+def test_long_sequences_are_offered_context_parallel():
+    """At 32k on two H200s it is the fastest; a length that two cards cannot share has no such row; and on two hosts
+    all cards of one may send to the other in a turn, so a narrow link costs a ring that crosses."""
+    flags = dict(model="6b", gpu="h200", gpus=2, seq_len=32768, global_batch=4)
+    layouts, _ = plan(Config(**flags), machine_of(Config(**flags)))
+    assert layouts[0].name == "CP 2 ZeRO-3"
+    flags["seq_len"] = 2047
+    layouts, _ = plan(Config(**flags), machine_of(Config(**flags)))
+    assert layouts and not [x.name for x in layouts if x.name.startswith("CP")]
+    hosts = Machine(gpus=8, nodes=2)
+    flags = {"model": "6b", "seq_len": 65536, "global_batch": 4, "micro_batch": 1, "stage": 3, "cp": 16}
+    slow, fast = (
+        build("", train_cp, flags, replace(hosts, net_beta=beta)).seconds["communication"] for beta in (5e9, 5e11)
+    )
+    one = {**flags, "cp": 8}
+    inside = build("", train_cp, one, replace(hosts, net_beta=5e9)).seconds["communication"]
+    assert slow > 2 * fast and slow > inside
 
 
 def test_a_narrow_link_costs_tensor_parallel_most(tmp_path):

@@ -51,6 +51,14 @@ def test_links_and_paths_exist(page):
         assert (ROOT / name).exists()
 
 
+def test_a_fork_has_as_many_lines_as_is_said():
+    said = re.findall(r"git apply (\S+) +# .*?: (\d+) lines of (\w+\.py)", README)
+    assert len(said) == 3
+    for patch, lines, file in said:
+        text = (ROOT / patch).read_text()
+        assert len(re.findall(r"^\+(?!\+)", text, re.M)) == int(lines) and f"+++ b/{file}\n" in text, patch
+
+
 def test_it_stays_one_page():
     assert len(README.splitlines()) <= 110
 
